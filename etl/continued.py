@@ -17,7 +17,7 @@ from lockstep.storage.urls import absolute
 
 # By the job of the parent, the fields of its configuration that decide the content of rows or how shards are written.
 OF_ALL = ("fmt", "compression", "split", "shard_bytes", "row_group_bytes", "sample", "weights", "petastorm", "bake")
-OF_INPUT = ("columns", "null_texts", "quoted_newlines")  # of one log format
+OF_INPUT = ("columns", "null_texts", "delimiter", "quoted_newlines")  # of one log format
 OF_SOURCE = ("image_column", "label_column", "image_arrays", "label_arrays")  # of one source of images
 OF_JOBS: dict[str, tuple[str, ...]] = {
     "etl_logs": ("label", "id_columns", "time_columns", "page_suffixes", "asset_suffixes", "log_format"),

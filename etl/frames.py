@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -63,13 +64,14 @@ def propose_schema(
     return load_schema(found.text)
 
 
-def propose(df: Any, label: str | None = None, *, embeddings: bool = False) -> Proposal:
+def propose(df: Any, label: str | None = None, *, embeddings: bool = False, id_columns: Sequence[str] = ()) -> Proposal:
     """The proposal for a data frame. Raises as propose_schema does."""
     asked = Asked(
         where="the data frame",
         next_step="Check the query or frame: it needs rows, and columns that a field can hold.",
         label=label,
         embeddings=embeddings,
+        id_columns=id_columns,
     )
     if is_frame(df):
         return proposal(_pandas_table(df, label), asked)

@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 from lockstep.etl.columns import named
 from lockstep.features.schema.declare import declared_field
 from lockstep.features.schema.fields import SAMPLE_ID
-from lockstep.storage.errors import ConfigError, DataError, nearest
+from lockstep.storage.errors import ConfigError, DataError, nearest, require
 
 ROWS = 10_000
 LABELS = ("label", "target", "click", "clicked")
@@ -31,6 +31,18 @@ SKEWED = 3.0  # the skewness (of an exponential distribution it is 2) from which
 PERHAPS_IDS = 0.9  # the share of different values from which categories may be ids
 LEAST_IDS = 10  # in fewer rows, any column may have a different value in each
 _EXAMPLES, _EXAMPLE_CHARACTERS = 3, 30
+# No and yes, in any case; of two other texts the second by alphabet is yes.
+_PAIRS = (
+    ("no", "yes"), ("nein", "ja"), ("non", "oui"), ("no", "sí"), ("no", "si"), ("false", "true"), ("n", "y"), ("0", "1")
+)  # fmt: skip
+_PAIR_NOTE = "A text of two values can be the label, by its name: label (--label)"
+_NUMBER = r"[+-]?(?:\d+|\d{1,3}(?:\.\d{3})+)(?:,\d+)?"
+_DATES = {
+    r"\d\d\.\d\d\.\d{4}": "dd.MM.yyyy", r"\d\d?\.\d\d?\.\d{4}": "d.M.yyyy", r"\d\d/\d\d/\d{4}": "dd/MM/yyyy",
+    r"\d\d?/\d\d?/\d{4}": "d/M/yyyy", r"\d{4}/\d\d/\d\d": "yyyy/MM/dd",
+}  # fmt: skip
+_TIMES = {"": "", r" \d\d:\d\d": " HH:mm", r" \d\d:\d\d:\d\d": " HH:mm:ss"}
+_CONVERTED = "in a query makes it one (docs/formats.md, CSV of another form)"
 _IDS = re.compile(r"(^|[_ ])(id|code|zip|key)s?$", re.IGNORECASE)
 _DTYPES = {pa.bool_(): "bool", pa.int64(): "int64", pa.uint64(): "uint64", pa.float64(): "float64"}
 _DTYPES |= {pa.string(): "string", pa.timestamp("us"): "string", pa.float32(): "float32"}
@@ -68,15 +80,14 @@ class Asked:
     """Whether categories are ids for embeddings, in place of a column each."""
     time_columns: Sequence[str] = ()
     """Columns that are stored as whole numbers of microseconds."""
+    id_columns: Sequence[str] = ()
+    """Columns that identify a row: stored, and no input of a model."""
     numbers_as_bool: bool = True
     """Whether 0 and 1 can be stored as no and yes."""
     fractions_as_bool: bool = True
     """Whether 0.0 and 1.0 can be too, as pandas has them where a null was once."""
     header_note: str = ""
     """A comment for the head of the text."""
-    pair_note: str = "A text of two values can be the label, by its name: label (--label)"
-    """What to do with a text of two values, before its name or, if `pair_is_sql`, before an expression of SQL."""
-    pair_is_sql: bool = False
     ids_note: str = "Different in each row, so perhaps --id-columns"
 
 
@@ -106,6 +117,11 @@ def proposal(table: Table, asked: Asked) -> Proposal:
     """
     if asked.label is not None and asked.label not in table.names:
         raise bad_label(asked.label, f"no such column{nearest(asked.label, table.names)}")
+    lost = [name for name in asked.id_columns if name not in table.names]
+    known = ", ".join(map(str, table.names))[:500]
+    require(
+        not lost, "--id-columns", ", ".join(name + nearest(name, table.names) for name in lost), f"columns: {known}"
+    )
     if not table.rows:
         raise _nothing(asked, table.unread or "no rows")
     blocks, ids, left_out, fields, label, doubt = list[str](), list[str](), list[str](), 0, None, ""
@@ -130,6 +146,8 @@ def proposal(table: Table, asked: Asked) -> Proposal:
                 entry = _label(values, asked)
             if name in asked.time_columns:
                 entry = {"dtype": "int64", "encoding": {"kind": "ignore"}}
+            if name in asked.id_columns and name != asked.label:
+                entry = _stored(values)
             entry = entry or _feature(name, values, embeddings=asked.embeddings)
             fault = None if entry is not None else f"no field holds {values.type}"
             if entry is not None and entry.get("kind") != "label" and not entry.get("list"):
@@ -154,16 +172,16 @@ def proposal(table: Table, asked: Asked) -> Proposal:
             note = "; ".join(filter(None, [note, doubt]))
         else:
             note = note or _perhaps_id(entry, values)
-        blocks.append(_block({"name": name, **entry}, _seen(values) + (f"; {note}" if note else "")))
+        seen = [_seen(values) + (f"; {note}" if note else ""), *filter(None, [_other_form(name, values)])]
+        blocks.append(_block({"name": name, **entry}, seen))
     if not fields:
         raise _nothing(asked, "; ".join(block.strip("# \n") for block in blocks)[:500])
     head = [f"Proposed from {table.rows} rows. Read and correct it: docs/schema.md explains each key."]
     head += [f"Lines that cannot be read: {table.unread}."] if table.unread else []
     head += [asked.header_note] if asked.header_note else []
     head += [] if label else [f'No column is called {", ".join(LABELS)}: give the field to predict kind = "label".']
-    if label is None and (pair := _last_pair(table)):
-        name, value = pair
-        head.append(f"{asked.pair_note} " + quoted(f"{name} = '{value}'" if asked.pair_is_sql else name) + ".")
+    if label is None and (pair := _last_pair(table)) is not None:
+        head.append(f"{_PAIR_NOTE} {quoted(pair)}.")
     head += [f"{asked.ids_note}: {', '.join(map(quoted, ids[:5]))}."] if ids else []
     text = "\n".join(["".join(f"# {line}\n" for line in head), *blocks])
     return Proposal(text, fields, table.rows, label, tuple(left_out), doubt)
@@ -194,14 +212,35 @@ def _unique(values: pa.Array) -> bool:
     return named and LEAST_IDS <= len(values) == pc.count_distinct(values).as_py() and not values.null_count
 
 
-def _last_pair(table: Table) -> tuple[str, str] | None:
-    """The last text column of two values that SQL can name, and the rarer one."""
+def _last_pair(table: Table) -> str | None:
+    """The last text column of two values."""
     for name, values in reversed([*zip(table.names, table.columns, strict=True)]):
-        if values is not None and values.type == pa.string() and not values.null_count:
-            texts = Counter(values.to_pylist()).most_common(3)
-            if len(texts) == 2 and named(name) == name and not {"'", "\\"} & {*texts[1][0]}:
-                return name, texts[1][0]
+        texts = values is not None and values.type == pa.string() and not values.null_count
+        if texts and pc.count_distinct(values).as_py() == 2:
+            return name
     return None
+
+
+def _stored(values: pa.Array) -> dict[str, Any] | None:
+    """A column that is stored and that no model is fed; None if no field holds it."""
+    dtype = _DTYPES.get(values.type)
+    return None if dtype is None else {"dtype": dtype, "encoding": {"kind": "ignore"}}
+
+
+def _other_form(name: str, values: pa.Array) -> str:
+    """A note on texts that all look like numbers with a decimal comma, or like dates in another form than ISO 8601."""
+    if values.type != pa.string() or not (texts := values.drop_null().unique().to_pylist()):
+        return ""
+    if all(re.fullmatch(_NUMBER, text.strip()) for text in texts) and any("," in text for text in texts):
+        plain = f"replace({named(name)}, '.', '')" if any("." in text for text in texts) else named(name)
+        return f"Looks like numbers with a decimal comma: CAST(replace({plain}, ',', '.') AS DOUBLE) {_CONVERTED}"
+    forms = {date + time: day + of_day for date, day in _DATES.items() for time, of_day in _TIMES.items()}
+    form = next((form for each, form in forms.items() if all(re.fullmatch(each, text) for text in texts)), None)
+    if form is None:
+        return ""
+    if form.startswith("d") and "/" in form and any(int(text.split("/")[1]) > 12 for text in texts):
+        form = form.replace("dd/MM", "MM/dd").replace("d/M/", "M/d/")
+    return f"Looks like dates: to_timestamp({named(name)}, '{form}') {_CONVERTED}"
 
 
 def _constant(values: pa.Array) -> bool:
@@ -230,6 +269,8 @@ def _doubt(entry: Mapping[str, Any], values: pa.Array, known: pa.Array) -> str:
     the first rows, `known` the least and greatest of all.
     """
     names = entry.get("class_names", ())
+    if entry["dtype"] == "bool" and tuple(map(str.casefold, names)) in _PAIRS:
+        return ""
     if entry["dtype"] == "bool" and names:
         return f"{quoted(names[1])} is yes, the second by alphabet; for {quoted(names[0])} turn class_names round"
     if entry["dtype"] == "bool" or "num_classes" in entry or names:
@@ -255,8 +296,8 @@ def _perhaps_id(entry: Mapping[str, Any], values: pa.Array) -> str:
 
 
 def _asked_label(name: str, values: pa.Array, distinct: pa.Array | None, asked: Asked) -> dict[str, Any]:
-    """The column that was asked for as the label: of texts, the sorted ones are its classes; of two, the second is yes.
-    `distinct` are its values in all rows.
+    """The column that was asked for as the label: of texts, the sorted ones are its classes; of two, the
+    second is yes, unless it is a known word for no. `distinct` are its values in all rows.
     """
     known = values if distinct is None else distinct
     if known.null_count:
@@ -270,6 +311,8 @@ def _asked_label(name: str, values: pa.Array, distinct: pa.Array | None, asked: 
     if not 2 <= len(classes) <= MAX_CLASSES or not all(classes):
         raise bad_label(name, f"{min(len(classes), MAX_CLASSES + 1)} different texts or more, such as {classes[:3]}")
     if len(classes) == 2:
+        yes_first = (classes[1].casefold(), classes[0].casefold()) in _PAIRS
+        classes = classes[::-1] if yes_first else classes
         return {"dtype": "bool", "kind": "label", "class_names": classes}
     return {"dtype": "int64", "kind": "label", "class_names": classes}
 
@@ -351,8 +394,8 @@ def _seen(values: pa.Array) -> str:
     return ", ".join([*parts, f"such as {' '.join(shown)}", *filter(None, [time])])
 
 
-def _block(entry: dict[str, Any], comment: str) -> str:
-    lines = [f"# {comment}", "[[fields]]"]
+def _block(entry: dict[str, Any], comments: Sequence[str]) -> str:
+    lines = [*(f"# {comment}" for comment in comments), "[[fields]]"]
     for key, value in entry.items():
         lines.append(f"{key} = {_toml(value)}")
     return "\n".join(lines) + "\n"

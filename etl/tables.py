@@ -178,7 +178,7 @@ def propose(spark: SparkSession, config: TableConfig, *, embeddings: bool = Fals
     with translating_errors(spark, "reading the table"):
         df, left_out = frame(spark, config, snapshot=_snapshot(config))
         df = df.drop(*(name for name in config.exclude if name not in left_out))
-        found = frames.propose(df, config.label, embeddings=embeddings)
+        found = frames.propose(df, config.label, embeddings=embeddings, id_columns=config.id_columns)
     frames.write_proposal(found, config.output)
     more = f"\nleft out (the file says why): {listed(found.left_out)}" if found.left_out else ""
     return (

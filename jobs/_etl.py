@@ -35,13 +35,16 @@ BY_PLACE = (
 
 def proposed_of_csv(config: TableConfig, *, embeddings: bool) -> str:
     """Propose a schema for CSV files, which lockstep etl_logs reads."""
-    step = "Leave it out: the file has all columns, and says which --label lockstep etl_logs takes."
-    for flag, given in (("--label", config.label), ("--exclude", config.exclude), ("--schema", config.schema)):
-        require(
-            not given, flag, "with --propose-schema of CSV files", "none: lockstep etl_logs reads these files", step
-        )
-    lines = LogsConfig(output=config.output, inputs=config.inputs, log_format="csv", columns=config.columns)
+    step = "Leave it out: the file has all columns."
+    for flag, given in (("--exclude", config.exclude), ("--schema", config.schema)):
+        allowed = "none: lockstep etl_logs reads these files"
+        require(not given, flag, "with --propose-schema of CSV files", allowed, step)
+    lines = LogsConfig(
+        output=config.output, inputs=config.inputs, log_format="csv", columns=config.columns, label=config.label,
+        id_columns=config.id_columns,
+    )  # fmt: skip
     header = f" --columns {','.join(config.columns)}" if config.columns else ""
+    header += f" --id-columns {','.join(config.id_columns)}" if config.id_columns else ""
     flags = f"--log-format csv{header} --input {' '.join(config.inputs)}"
     return propose(lines, embeddings=embeddings, flags=flags)
 

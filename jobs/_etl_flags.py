@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
 from lockstep.etl.choices import DEFAULT_SHARD_BYTES, ROLES_ASKED, WEIGHTS, role_flag
 from lockstep.jobs._cli import JobParser, joined, names, refuse_idle
+from lockstep.storage.errors import require
+
+# Flags that a proposal uses, or refuses by itself.
+_OF_PROPOSALS = (
+    "propose-schema", "for", "output", "config", "debug", "master", "input", "input-format", "table", "query",
+    "table-version", "log-format", "delimiter", "columns", "null-text", "quoted-newlines", "label", "id-columns",
+    "time-columns", "exclude", "schema", "page-suffixes", "asset-suffixes", *(f"{role}-column" for role in ROLES_ASKED),
+)  # fmt: skip
 
 
 def add_output_flags(job: JobParser, split: str) -> None:
@@ -55,9 +64,16 @@ def add_proposal_flags(job: JobParser, table: str) -> None:
     job.add_argument("--for", dest="purpose", choices=("columns", "embeddings"), help=text)
 
 
-def for_embeddings(args: Namespace) -> bool:
-    """Whether a proposal is for embeddings. Raises ConfigError for --for without --propose-schema."""
+def for_embeddings(args: Namespace, argv: Sequence[str]) -> bool:
+    """Whether a proposal is for embeddings. Raises ConfigError for --for without --propose-schema, and with it for
+    flags of `argv` that a proposal does not use. Those of a file may be for the dataset that is made later.
+    """
     refuse_idle("--for", args.purpose is not None and not args.propose_schema, "--propose-schema")
+    if args.propose_schema:
+        flags = [word.partition("=")[0] for word in argv if word.startswith("--") and word != "--"]
+        idle = ", ".join(flag for flag in flags if flag[2:] not in _OF_PROPOSALS)
+        step = f"Leave out {idle} here; give it to the job that makes the dataset by the schema."
+        require(not idle, idle, "with --propose-schema", "flags that say what to read and which column is what", step)
     return args.purpose == "embeddings"
 
 

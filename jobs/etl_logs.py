@@ -27,7 +27,8 @@ def parser() -> JobParser:
     job.add_argument("--log-format", default="common", metavar="FORMAT", help=formats)
     web = "visitor, page, query, time, log_end (default: another page within 30 min; NULL in the last 30 of the log)"
     label = f"a SQL expression; NULL leaves a record out. Web logs: a boolean over {web}."
-    job.add_argument("--label", metavar="EXPR", help=f"{label} With --schema: over columns (default: the label's own)")
+    table = "With --schema: over columns (default: the label's own). With --propose-schema: the column to predict"
+    job.add_argument("--label", metavar="EXPR", help=f"{label} {table}")
     _etl_flags.add_output_flags(job, split="80/20 | group:COLUMN:80/20")
     further = "--output is a folder of datasets: continue the newest with the input files that none of them has read"
     job.add_argument("--increment", action="store_true", help=further)
@@ -42,6 +43,8 @@ def parser() -> JobParser:
     job.add_argument("--time-columns", type=names, default=(), metavar="A,B", help=times)
     nulls = "tsv, csv: texts that mean null besides an empty field, such as NA"
     job.add_argument("--null-text", nargs="+", default=[], metavar="TEXT", help=nulls)
+    mark = r"csv: the character between fields, such as ';' (default: a comma; \t: a tab)"
+    job.add_argument("--delimiter", metavar="C", help=mark)
     newlines = "csv: newlines inside quotes are part of a record; each file is then read by one task"
     job.add_argument("--quoted-newlines", action="store_true", help=newlines)
     _etl_flags.add_proposal_flags(job, "such a table of unknown columns")
@@ -54,7 +57,7 @@ def config_of(args: Namespace, given: Collection[str] | None = None) -> LogsConf
     from lockstep.etl.write.increment import as_increment
     from lockstep.jobs import _etl
 
-    own = ("log_format", "label", "schema", "id_columns", "columns", "time_columns", "quoted_newlines")
+    own = ("log_format", "label", "schema", "id_columns", "columns", "time_columns", "delimiter", "quoted_newlines")
     values = {name: getattr(args, name) for name in own} | {"null_texts": tuple(args.null_text)}
     values |= {**_etl_flags.web_values(args), **_etl_flags.output_values(args)}
     values = as_increment(values) if args.increment else values
@@ -69,8 +72,8 @@ def main(argv: Sequence[str]) -> int:
     from lockstep.etl.logs.propose import propose
     from lockstep.jobs import _etl
 
+    embeddings = _etl_flags.for_embeddings(args, argv)
     config = config_of(args, job.given(argv))
-    embeddings = _etl_flags.for_embeddings(args)
     if args.propose_schema:
         print(propose(config, embeddings=embeddings))
         return 0

@@ -67,8 +67,8 @@ def main(argv: Sequence[str]) -> int:
     from lockstep.etl.write.checks import refuse_existing
     from lockstep.jobs._etl import proposed_of_csv, summary
 
+    embeddings = for_embeddings(args, argv)
     config = config_of(args, job.given(argv))
-    embeddings = for_embeddings(args)
     if args.propose_schema and args.input and args.input_format.lower() == "csv":
         print(proposed_of_csv(config, embeddings=embeddings))
         return 0

@@ -49,6 +49,7 @@ class LogsOptions(InputOptions, total=False):
     columns: str | Iterable[str]
     time_columns: str | Iterable[str]
     null_texts: str | Iterable[str]
+    delimiter: str | None
     quoted_newlines: bool
     visitor_column: str | None
     time_column: str | None

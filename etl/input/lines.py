@@ -25,7 +25,7 @@ from lockstep.storage.fs import filesystem
 CHUNK_BYTES = 1 << 20
 MAX_LINE_BYTES = 1 << 20  # longer lines are hashed and counted, never held in memory
 RAW_BYTES = 64 << 10
-_NEWLINE, _RETURN, _QUOTE, _COMMA = 10, 13, 34, 44
+_NEWLINE, _RETURN, _QUOTE = 10, 13, 34
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,41 +62,46 @@ def read_lines(
     chunk_bytes: int = CHUNK_BYTES,
     *,
     quoted_newlines: bool = False,
+    delimiter: str = ",",
     most_bytes: int | None = None,
     digest: bool = False,
 ) -> Iterator[Lines | LongLine | FileDigest]:
     """Yield the lines that begin in the range, some thousand at a time; with `most_bytes` only those in about the first
     `most_bytes` of a packed file, the last of which may be cut. With `digest`, the last
-    item for a range that is a whole file is its FileDigest.
+    item for a range that is a whole file is its FileDigest. With `quoted_newlines`, a quote opens a field behind
+    `delimiter`, an ASCII character.
 
     Raises DataError naming the file if a packed stream is cut or damaged, or if the file does not have its planned
     length.
     """
+    quoted = ord(delimiter) if quoted_newlines else None
     with filesystem(part.url).open_read(part.url) as file:
         if part.whole and digest:
             hashed, content = HashedFile(file), Content()
             # reads like a BinaryIO, but is not declared as one
-            yield from _lines_in(part, cast(BinaryIO, hashed), chunk_bytes, quoted_newlines, most_bytes, content)
+            yield from _lines_in(part, cast(BinaryIO, hashed), chunk_bytes, quoted, most_bytes, content)
             sha256 = hashed.whole(part.url, part.length)
             yield FileDigest(sha256, hashed.content if part.codec == PLAIN else content)
         else:
-            yield from _lines_in(part, file, chunk_bytes, quoted_newlines, most_bytes)
+            yield from _lines_in(part, file, chunk_bytes, quoted, most_bytes)
 
 
 def _lines_in(
     part: Range,
     file: BinaryIO,
     chunk_bytes: int,
-    quoted_newlines: bool,
+    quoted: int | None,
     most_bytes: int | None,
     content: Content | None = None,
 ) -> Iterator[Lines | LongLine]:
-    """The lines of a range; `content` counts the bytes of a packed file."""
+    """The lines of a range; `content` counts the bytes of a packed file. `quoted` is the delimiter where quotes have a
+    meaning.
+    """
     if part.codec != PLAIN:
         pieces = unpacked(part.url, file, part.codec, chunk_bytes)
         pieces = pieces if content is None else content.through(pieces)
         pieces = pieces if most_bytes is None else islice(pieces, -(-most_bytes // chunk_bytes))
-        yield from _split(pieces, 0, None, quoted_newlines)
+        yield from _split(pieces, 0, None, quoted)
         return
     begin = max(part.start - 1, 0)
     if begin:
@@ -105,7 +110,7 @@ def _lines_in(
     if part.start:
         # If the byte before is a newline, a line begins at `start`; else skip the rest of the line.
         begin, pieces = _skip_line(pieces, begin)
-    yield from _split(pieces, begin, part.start + part.length, quoted_newlines)
+    yield from _split(pieces, begin, part.start + part.length, quoted)
 
 
 def _plain(part: Range, file: BinaryIO, begin: int, chunk_bytes: int) -> Iterator[bytes]:
@@ -140,7 +145,7 @@ def _chain(first: bytes, rest: Iterator[bytes]) -> Iterator[bytes]:
     yield from rest
 
 
-def _split(pieces: Iterator[bytes], begin: int, end: int | None, quoted: bool) -> Iterator[Lines | LongLine]:
+def _split(pieces: Iterator[bytes], begin: int, end: int | None, quoted: int | None) -> Iterator[Lines | LongLine]:
     """Cut the bytes from position `begin` into lines that begin before `end` (None: all)."""
     position, pending = begin, b""  # `position` is that of pending's first byte, which begins a line
     long: _Long | None = None
@@ -156,12 +161,12 @@ def _split(pieces: Iterator[bytes], begin: int, end: int | None, quoted: bool) -
             position, long, piece = long.position + long.length + 1, None, piece[found + 1 :]
         data = pending + piece if pending else piece
         array = np.frombuffer(data, dtype=np.uint8)
-        ends = _ends(array, _first_place(data, position) if quoted else None)
+        ends = _ends(array, _first_place(data, position, quoted))
         used = int(ends[-1]) + 1 if len(ends) else 0
         yield from _whole_lines(data, array, ends, position, end)
         position, pending = position + used, data[used:]
         if len(pending) > MAX_LINE_BYTES:
-            long, pending = _Long(position, pending, _first_place(pending, position) if quoted else None), b""
+            long, pending = _Long(position, pending, _first_place(pending, position, quoted)), b""
     if end is not None and position >= end:
         return
     if long is not None:
@@ -178,6 +183,7 @@ class _Place:
     just before: the two are then one quote of the text.
     """
 
+    delimiter: int
     inside: bool = False
     opens_at: int = 0
 
@@ -187,7 +193,7 @@ class _Place:
         if not len(places):
             return places
         before = array[np.maximum(places - 1, 0)]
-        starts = ((places > 0) & ((before == _COMMA) | (before == _NEWLINE))) | (places == self.opens_at)
+        starts = ((places > 0) & ((before == self.delimiter) | (before == _NEWLINE))) | (places == self.opens_at)
         # Quotes open and close in turn, as long as each that should open does so at a start, or behind one that closed.
         first = int(self.inside)
         behind = (places[first::2] > 0) & (before[first::2] == _QUOTE)
@@ -213,12 +219,17 @@ class _Place:
         quotes = self.quotes_in(array)
         inside = self.inside ^ (len(quotes) % 2 == 1)
         closed = len(quotes) > 0 and quotes[-1] == len(array) - 1
-        return _Place(inside, 0 if not inside and (closed or array[-1] in (_COMMA, _NEWLINE)) else -1)
+        starts = closed or array[-1] in (self.delimiter, _NEWLINE)
+        return _Place(self.delimiter, inside, 0 if starts and not inside else -1)
 
 
-def _first_place(data: bytes, position: int) -> _Place:
-    """The place at the start of a line, in bytes from `position`; a byte order mark is no part of the first field."""
-    return _Place(opens_at=len(BOM) if position == 0 and data.startswith(BOM) else 0)
+def _first_place(data: bytes, position: int, quoted: int | None) -> _Place | None:
+    """The place at the start of a line, in bytes from `position`; a byte order mark is no part of the first field. None
+    if quotes have no meaning, for `quoted` None.
+    """
+    return (
+        None if quoted is None else _Place(quoted, opens_at=len(BOM) if position == 0 and data.startswith(BOM) else 0)
+    )
 
 
 def _ends(array: NDArray[np.uint8], place: _Place | None) -> NDArray[np.int64]:

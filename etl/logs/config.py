@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.etl.choices import LABEL_WINDOW_S
-from lockstep.etl.logs.formats import LOG_FORMATS, LogFormat, formats_that
+from lockstep.etl.logs.fields import TAB
+from lockstep.etl.logs.formats import LOG_FORMATS, Form, LogFormat, format_of, formats_that
 from lockstep.etl.split.splits import TIME_COLUMN
 from lockstep.etl.write.config import OutputConfig
 from lockstep.features.schema.schema import Schema
@@ -46,6 +47,8 @@ class LogsConfig(OutputConfig):
     """With a schema: columns in ISO 8601, which become int64 microseconds since 1970 UTC."""
     null_texts: tuple[str, ...] = ()
     """TSV and CSV: texts that mean null, besides an empty field."""
+    delimiter: str | None = None
+    """CSV: the character between fields, such as `;`; None for a comma."""
     quoted_newlines: bool = False
     """CSV: a newline inside quotes is part of a record. Then one task reads the whole file."""
     visitor_column: str | None = None
@@ -72,6 +75,7 @@ class LogsConfig(OutputConfig):
         for name in ("id_columns", "columns", "time_columns", "null_texts"):
             object.__setattr__(self, name, several(getattr(self, name)))
         require(self.log_format in LOG_FORMATS, "--log-format", self.log_format, ", ".join(LOG_FORMATS))
+        self._check_delimiter()
         for flag, given, fits in (
             ("--schema", self.schema is not None, _is_table),
             *((f"--{role}-column", True, _has_columns) for role in self.role_columns),
@@ -99,6 +103,18 @@ class LogsConfig(OutputConfig):
             "80/20 or group:COLUMN:80/20: a log does not name splits",
         )
 
+    def _check_delimiter(self) -> None:
+        """Raise ConfigError for a delimiter of another format, and for a character that cannot be one."""
+        mark = TAB if self.delimiter == r"\t" else self.delimiter
+        if mark is None:
+            return
+        fits = _has_quotes(LOG_FORMATS[self.log_format])
+        allowed = f"with --log-format {formats_that(_has_quotes)}"
+        require(fits, "--delimiter", f"--log-format {self.log_format}", allowed)
+        good = len(mark) == 1 and (mark == TAB or (mark.isascii() and mark.isprintable() and not mark.isalnum()))
+        require(good and mark != '"', "--delimiter", repr(mark), r"one character such as ; or |, or \t for a tab")
+        object.__setattr__(self, "delimiter", None if mark == "," else mark)
+
     def _check_web(self) -> None:
         """Raise ConfigError for columns of roles and suffixes that contradict each other or the schema."""
         for name in ("page_suffixes", "asset_suffixes"):
@@ -119,8 +135,14 @@ class LogsConfig(OutputConfig):
 
     @property
     def format(self) -> LogFormat:
-        """What is known of `log_format`."""
-        return LOG_FORMATS[self.log_format]
+        """What is known of `log_format`, with its delimiter."""
+        return format_of(self.log_format, self.delimiter)
+
+    @property
+    def form(self) -> Form:
+        """How lines are to be read."""
+        nulls = self.null_texts if self.format.absent is None else (self.format.absent,)
+        return Form(self.log_format, nulls, self.has_header, self.quoted_newlines, self.delimiter)
 
     @property
     def role_columns(self) -> dict[str, str]:
@@ -169,6 +191,7 @@ class LogsConfig(OutputConfig):
             "log_format": self.log_format,
             "columns": list(self.columns),
             "null_texts": list(self.null_texts),
+            "delimiter": self.delimiter,
             "quoted_newlines": self.quoted_newlines,
             **(web if self.schema is None else table),
         }

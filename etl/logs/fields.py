@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from lockstep.etl.logs.values import Column, Reasons, as_values, bad_value, missing_value, not_of
+from lockstep.etl.logs.values import Column, Reasons, as_classes, bad_value, missing_value, not_of
 from lockstep.etl.reasons import (
     BAD_QUOTES,
     CARRIAGE_RETURN,
@@ -28,7 +29,9 @@ from lockstep.etl.reasons import (
 from lockstep.features.arrow import flat
 from lockstep.storage.errors import DataError
 
+TAB = "\t"
 _QUOTE, _RETURN = ord('"'), ord("\r")
+DELIMITERS = (",", ";", TAB, "|")  # the frequent ones
 MAX_NAMES = 10_000
 
 
@@ -166,7 +169,7 @@ def names_of_header(lines: Sequence[bytes], url: str, *, delimiter: str, quotes:
         text = line.decode("utf-8")
         names = next(csv.reader([text], delimiter=delimiter, strict=True), []) if quotes else text.split(delimiter)
     except (UnicodeDecodeError, csv.Error) as error:
-        raise _bad_header(url, str(error)) from None
+        raise _bad_header(url, str(error), hint_of(line.decode("utf-8", "replace"), delimiter)) from None
     while names and not names[-1]:
         names.pop()
     if not names or len(names) > MAX_NAMES or "\0" in text or text.endswith("\r"):
@@ -174,13 +177,32 @@ def names_of_header(lines: Sequence[bytes], url: str, *, delimiter: str, quotes:
     return tuple(names)
 
 
-def _bad_header(url: str, got: str) -> DataError:
+def _bad_header(url: str, got: str, hint: str = "") -> DataError:
     return DataError(
         f"the first line of {url} names no fields",
         got=got,
         allowed=f"1 to {MAX_NAMES} names in UTF-8 with the format's delimiter between them",
-        next_step="Check --log-format; name the fields by --columns if the file has no header.",
+        next_step=hint or "Check --log-format; name the fields by --columns if the file has no header.",
     )
+
+
+def flags_of(delimiter: str) -> str:
+    """The value of --log-format, with a further flag, for CSV of this delimiter."""
+    if delimiter == ",":
+        return "csv, without --delimiter"
+    return f"csv --delimiter {repr(TAB) if delimiter == TAB else shlex.quote(delimiter)}"
+
+
+def hint_of(header: str, delimiter: str | None = None) -> str:
+    """What to do about the first line of a file, which `delimiter` does not cut: the frequent one that cuts it into the
+    most fields; "" if none does.
+    """
+    counts = {other: len(_cells(header, other)) for other in DELIMITERS if other != delimiter}
+    best = max(counts, key=lambda other: counts[other])
+    if counts[best] < 2 or (delimiter is not None and delimiter in header):
+        return ""
+    flags = flags_of(best)
+    return f"The first line has {json.dumps(best)} between its fields: lockstep etl_logs --log-format {flags} reads it."
 
 
 def looks_delimited(lines: Sequence[bytes], *, delimiter: str) -> bool:
@@ -266,10 +288,10 @@ def _column(
         text = pc.if_else(pa.array(~none), text, None)
         if not column.nullable:
             reasons.add(none, missing_value(column.name))
-    values, broken = as_values(text, column.kind)
+    values, broken = as_classes(text, column)
     if broken.any():
         wrong = {
-            row: not_of(column.kind, json.dumps(text[row].as_py(), ensure_ascii=False))
+            row: not_of(column.kind, json.dumps(text[row].as_py(), ensure_ascii=False), column.names)
             for row in np.flatnonzero(broken).tolist()
         }
         reasons.add(broken, bad_value(column.name), wrong)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,6 +15,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from lockstep.etl.input.files import Range
+from lockstep.etl.input.lines import CHUNK_BYTES, FileDigest, Lines, LongLine, read_lines
 from lockstep.etl.logs import alb, fields, json_lines, server_log, w3c
 from lockstep.etl.logs.server_log import Requests
 from lockstep.etl.logs.values import Column, Reasons, as_text
@@ -108,6 +110,7 @@ class LogFormat:
         return bool(self.parse(pa.array(lines, pa.binary())).reasons.good.all())
 
 
+@cache  # tasks ask for it for each batch of lines
 def _delimited(name: str, delimiter: str, *, quotes: bool) -> LogFormat:
     after = partial(fields.after_fields, delimiter=delimiter, quotes=quotes)
     wrong = partial(fields.at_wrong_quote, delimiter=delimiter)
@@ -170,27 +173,60 @@ def formats_that(fit: Callable[[LogFormat], bool]) -> str:
     return " or ".join([*([", ".join(names[:-1])] if names[:-1] else []), *names[-1:]])
 
 
-def format_of_header(there: Sequence[str], other_than: str = "") -> str | None:
-    """The delimited format in which a header that has one name, in the format `other_than`, has several."""
+def format_of(log_format: str, delimiter: str | None) -> LogFormat:
+    """The record of a format; of CSV, with this delimiter if there is one."""
+    return LOG_FORMATS[log_format] if delimiter is None else _delimited(log_format, delimiter, quotes=True)
+
+
+def header_hint(there: Sequence[str], log_format: str = "") -> str:
+    """What to do about a header that has one name in `log_format`, if it has several in another format or with another
+    delimiter; "" if not.
+    """
+    if len(there) != 1:
+        return ""
     marks = ((form.name, form.delimiter) for form in LOG_FORMATS.values() if form.delimiter is not None)
-    return next((name for name, mark in marks if name != other_than and len(there) == 1 and mark in there[0]), None)
+    other = next((name for name, mark in marks if name != log_format and mark in there[0]), None)
+    if other is None:
+        return fields.hint_of(there[0])
+    return f"The file looks like {other}: correct --log-format{f', which is {log_format}' if log_format else ''}."
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
     """The format of a log's lines as a job reads it. `null_texts` and `has_header` are for delimited fields;
-    `quoted_newlines` (newlines inside quotes are part of a record) is for fields in quotes.
+    `quoted_newlines` (newlines inside quotes are part of a record) and `delimiter` are for CSV, which has commas for
+    None.
     """
 
     log_format: str
     null_texts: tuple[str, ...] = ()
     has_header: bool = False
     quoted_newlines: bool = False
+    delimiter: str | None = None
 
     @property
     def format(self) -> LogFormat:
         """The format's record."""
-        return LOG_FORMATS[self.log_format]
+        return format_of(self.log_format, self.delimiter)
+
+    def lines_of(
+        self, part: Range, chunk_bytes: int = CHUNK_BYTES, *, most_bytes: int | None = None, digest: bool = False
+    ) -> Iterator[Lines | LongLine | FileDigest]:
+        """The lines of a range, as lockstep.etl.input.lines.read_lines yields them for this format."""
+        delimiter = self.delimiter or ","
+        quoted = self.quoted_newlines
+        return read_lines(
+            part, chunk_bytes, quoted_newlines=quoted, delimiter=delimiter, most_bytes=most_bytes, digest=digest
+        )
+
+
+def other_delimiters(lines: Sequence[bytes], read_as: Form) -> list[str]:
+    """The values of --log-format, with flags, by which CSV of other delimiters reads all of these lines, which were
+    read as delimited fields.
+    """
+    own = read_as.format.delimiter
+    marks = () if own is None else fields.DELIMITERS
+    return [fields.flags_of(mark) for mark in marks if mark != own and format_of("csv", mark).reads(lines)]
 
 
 def read_table(

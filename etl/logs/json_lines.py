@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 import pyarrow.json as pj
 from numpy.typing import NDArray
 
-from lockstep.etl.logs.values import Column, Reasons, as_values, bad_value, holds_nul, missing_value, not_of
+from lockstep.etl.logs.values import Column, Reasons, as_classes, as_values, bad_value, holds_nul, missing_value, not_of
 from lockstep.etl.reasons import DUPLICATE_KEY, NOT_JSON, NOT_UTF8
 
 Kinds = Mapping[str, pa.DataType]
@@ -77,8 +77,10 @@ def read_keyed(
     text: pa.Array, names: Sequence[str], columns: Sequence[Column], null_texts: Sequence[str], reasons: Reasons
 ) -> tuple[dict[str, pa.Array], NDArray[np.int64]]:
     """Columns of JSON lines, as lockstep.etl.logs.formats.ReadColumns says; each line names its fields itself."""
-    read = read_objects(text, {column.name: column.kind for column in columns}, reasons)
+    kinds = {column.name: pa.string() if column.names else column.kind for column in columns}
+    read = read_objects(text, kinds, reasons)
     found = {column.name: _not_null(column, read[column.name], reasons) for column in columns}
+    found |= {column.name: _classes(column, found[column.name], reasons) for column in columns if column.names}
     for column in columns:
         if column.exact:
             refuse_rounded(column.name, found[column.name], text, reasons)
@@ -92,6 +94,17 @@ def _not_null(column: Column, values: pa.Array, reasons: Reasons) -> pa.Array:
         empty = pc.fill_null(pc.equal(pc.binary_length(values), 0), False)
         reasons.add(np.asarray(empty, dtype=bool), missing_value(column.name))
     return values
+
+
+def _classes(column: Column, values: pa.Array, reasons: Reasons) -> pa.Array:
+    """The names of classes as their values; refuses rows with another text."""
+    found, broken = as_classes(values, column)
+    wrong = {
+        row: not_of(column.kind, json.dumps(values[row].as_py(), ensure_ascii=False), column.names)
+        for row in np.flatnonzero(broken).tolist()
+    }
+    reasons.add(broken, bad_value(column.name), wrong)
+    return found
 
 
 def object_of(line: bytes) -> dict[str, Any] | None:

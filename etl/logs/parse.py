@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from lockstep.etl import columns as c
 from lockstep.etl.input.files import Range
-from lockstep.etl.input.lines import CHUNK_BYTES, RAW_BYTES, FileDigest, LongLine, read_lines
+from lockstep.etl.input.lines import CHUNK_BYTES, RAW_BYTES, FileDigest, LongLine
 from lockstep.etl.logs.formats import Form
 from lockstep.etl.logs.pages import MAX_LISTED, most_frequent
 from lockstep.etl.logs.values import Reasons, without_bom
@@ -125,7 +125,7 @@ def parse_ranges(works: Sequence[Work], parser: LineParser) -> Iterator[pa.Recor
         if held.names_differ(work):
             yield from _parsed(held, parser, schema, sums)
             held = _Held()
-        for lines in read_lines(work.part, quoted_newlines=parser.form.quoted_newlines, digest=True):
+        for lines in parser.form.lines_of(work.part, digest=True):
             if isinstance(lines, FileDigest):
                 sums.add_file(work, lines)
                 continue

@@ -14,10 +14,10 @@ import pyarrow as pa
 from lockstep.etl import columns as c
 from lockstep.etl.columns import listed
 from lockstep.etl.input.files import Range, Source, find_lines, plan_ranges
-from lockstep.etl.input.lines import MAX_LINE_BYTES, Lines, read_lines
+from lockstep.etl.input.lines import MAX_LINE_BYTES, Lines
 from lockstep.etl.logs import web
 from lockstep.etl.logs.config import LogsConfig
-from lockstep.etl.logs.formats import LOG_FORMATS, Form, LogFormat, format_of_header
+from lockstep.etl.logs.formats import Form, LogFormat, header_hint
 from lockstep.etl.logs.pages import assets
 from lockstep.etl.logs.parse import LineParser, Work
 from lockstep.etl.logs.past import Past
@@ -47,21 +47,21 @@ _TOKEN = re.compile(
 )
 
 
-def names_in(source: Source, log_format: str, quoted_newlines: bool) -> tuple[str, ...]:
+def names_in(source: Source, form: Form) -> tuple[str, ...]:
     """The names that the format takes from a file's first lines, or the keys of its first objects, () if it starts with
     none.
 
     Raises DataError naming the file for an invalid header.
     """
-    form, head = LOG_FORMATS[log_format], _head(source, quoted_newlines)
-    if form.names_of is None:
-        return tuple(dict.fromkeys(key for document in _objects(head, form) for key in document))
-    return form.names_of(head, source.url)
+    kind, head = form.format, _head(source, form)
+    if kind.names_of is None:
+        return tuple(dict.fromkeys(key for document in _objects(head, kind) for key in document))
+    return kind.names_of(head, source.url)
 
 
 def keys_in(source: Source, form: LogFormat) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The keys of a file's first objects that are no objects or lists, and the paths of values inside objects."""
-    objects = _objects(_head(source, False), form)
+    objects = _objects(_head(source, Form(form.name)), form)
     keys = dict.fromkeys(key for document in objects for key in document)
     inner = {key for document in objects for key, value in document.items() if isinstance(value, dict | list)}
     plain = {key for document in objects for key, value in document.items() if isinstance(value, _SCALAR)}
@@ -84,17 +84,17 @@ def kinds_in(sources: Iterable[Source], form: LogFormat) -> dict[str, pa.DataTyp
     """
     kinds = (pa.bool_(), pa.int64(), pa.float64(), pa.string())
     found: dict[str, int] = {}
-    for document in (one for source in sources for one in _objects(_head(source, False), form)):
+    for document in (one for source in sources for one in _objects(_head(source, Form(form.name)), form)):
         for key, value in document.items():
             if type(value) in _SCALAR:
                 found[key] = max(found.get(key, 0), _SCALAR.index(type(value)))
     return {key: kinds[place] for key, place in found.items()}
 
 
-def _head(source: Source, quoted_newlines: bool) -> list[bytes]:
+def _head(source: Source, form: Form) -> list[bytes]:
     """The first lines of a file; [] if the first one is too long."""
     part = Range(0, source.url, 0, min(HEAD_BYTES, source.size_bytes), source.codec)
-    lines = read_lines(part, HEAD_BYTES, quoted_newlines=quoted_newlines, most_bytes=2 * MAX_LINE_BYTES)
+    lines = form.lines_of(part, HEAD_BYTES, most_bytes=2 * MAX_LINE_BYTES)
     first = next(lines, None)
     if not isinstance(first, Lines):
         return []
@@ -152,8 +152,7 @@ def plan_of(config: LogsConfig, parent: Parent | None = None, sources: Sequence[
     check_paths; ConfigError for missing columns.
     """
     kind = config.format
-    nulls = config.null_texts if kind.absent is None else (kind.absent,)
-    form = Form(config.log_format, nulls, config.has_header, config.quoted_newlines)
+    form = config.form
     if config.schema is None:
         for flag, given in (("--id-columns", config.id_columns), ("--time-columns", config.time_columns)):
             require(not given, flag, " ".join(given), "with --schema")
@@ -225,7 +224,7 @@ def _target(config: LogsConfig, schema: Schema, read: pa.Schema, parent: Parent 
 def _names(source: Source, config: LogsConfig) -> tuple[str, ...]:
     if config.columns or not config.format.has_columns:
         return config.columns
-    return names_in(source, config.log_format, config.quoted_newlines)
+    return names_in(source, config.form)
 
 
 def _others(config: LogsConfig, schema: Schema, known: Iterable[str]) -> list[str]:
@@ -251,17 +250,14 @@ def columns_differ(
 ) -> ConfigError:
     """The error for a file with the columns `there` in which some wanted columns are `missing` or there `twice`."""
     faults = [f"{what} {listed(names)}" for what, names in (("no column", missing), ("more than one", twice)) if names]
-    other = format_of_header(there, log_format)
     way = "Correct the flags that name columns, or the schema."
     if "" in there:  # such as the index that pandas writes
         way += " A field without a name cannot be read: name it in the file's first line."
-    if other is not None:
-        way = f"The file looks like {other}: correct --log-format, which is {log_format}."
     return ConfigError(
         f"{url} does not have the columns asked for, each once",
         got="; ".join(faults),
         allowed=f"its columns: {listed([name for name in there if name])}",
-        next_step=way,
+        next_step=header_hint(there, log_format) or way,
     )
 
 

@@ -17,47 +17,59 @@ import pyarrow.compute as pc
 
 from lockstep.etl.columns import listed
 from lockstep.etl.input.files import Source, find_lines, plan_ranges
-from lockstep.etl.input.lines import Lines, LongLine, read_lines
+from lockstep.etl.input.lines import Lines, LongLine
 from lockstep.etl.logs.config import LogsConfig
-from lockstep.etl.logs.formats import Form, LogFormat, formats_that, read_table
+from lockstep.etl.logs.formats import Form, formats_that, header_hint, other_delimiters, read_table
 from lockstep.etl.logs.plan import names_in
 from lockstep.etl.logs.values import Column, Reasons, as_values, without_bom
 from lockstep.etl.propose import ROWS, Asked, Table, proposal, quoted
 from lockstep.etl.reasons import LINE_TOO_LONG, NOT_JSON
 from lockstep.features.schema.declare import load_schema
-from lockstep.storage.errors import require
+from lockstep.storage.errors import DataError, require
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import occupied, write_file
 
 _NULLS = ("", "na", "n/a", "nan", "null", "none", "nil", "?", "-", "\\n")
 
 
-def propose(config: LogsConfig, *, embeddings: bool = False, flags: str = "the same flags") -> str:
+def propose(
+    config: LogsConfig,
+    *,
+    embeddings: bool = False,
+    flags: str = "the same flags but --propose-schema, --for and --label",
+) -> str:
     """Write a schema for the table `config.inputs` to `config.output`; returns what was proposed, in two lines, and the
     `flags` with which lockstep etl_logs reads that table.
 
-    Raises ConfigError for a format that is no table, ExistsError if the output exists, DataError for a table without
+    `config.label` is the name of the column to predict. Raises ConfigError for a format that is no table, for columns
+    of web requests and for a label that cannot be one, ExistsError if the output exists, DataError for a table without
     rows or without a column that a field can hold.
     """
     allowed = f"with --log-format {formats_that(lambda form: form.is_table)}, and without --schema"
     good = config.format.is_table and config.schema is None
+    web = [f"--{role}-column" for role in config.role_columns]
+    web += [
+        flag
+        for flag, given in (("--page-suffixes", config.page_suffixes), ("--asset-suffixes", config.asset_suffixes))
+        if given
+    ]
+    require(not web, ", ".join(web), "--propose-schema", "without --propose-schema: for web requests")
     require(good, "--propose-schema", "--schema" if config.schema else f"--log-format {config.log_format}", allowed)
     fs = filesystem(config.output)
     if fs.exists(config.output):
         raise occupied(config.output)
     sources = find_lines(config.inputs, config.has_header)
-    table = _keyed_table(sources, config.format) if config.format.keyed else _text_table(sources, config)
+    table = _keyed_table(sources, config.form) if config.format.keyed else _text_table(sources, config)
     asked = Asked(
         where=", ".join(config.inputs),
         next_step="Check --input and --log-format; name the fields by --columns if the file has no header.",
         embeddings=embeddings,
+        label=config.label,
         time_columns=config.time_columns,
+        id_columns=config.id_columns,
         numbers_as_bool=not config.format.keyed,
         fractions_as_bool=False,
         header_note=_header_note(table, config),
-        pair_note='For a text of two values: dtype = "bool", kind = "label", neither encoding nor nullable, and '
-        "--label",
-        pair_is_sql=True,
     )
     found = proposal(table, asked)
     load_schema(found.text)
@@ -75,41 +87,45 @@ def _header_note(table: Table, config: LogsConfig) -> str:
     return "A name in the first line is a number. If that line is a row, name the fields by --columns."
 
 
-def _lines(sources: Iterable[Source], unread: Counter[str], *, quoted_newlines: bool, header: bool) -> Iterator[bytes]:
+def _lines(sources: Iterable[Source], unread: Counter[str], form: Form) -> Iterator[bytes]:
     """The lines of files in order, without their headers; lines that are too long are counted in `unread`."""
     for source in sources:
-        for found in read_lines(plan_ranges([source], 1, whole=True)[0], quoted_newlines=quoted_newlines):
+        for found in form.lines_of(plan_ranges([source], 1, whole=True)[0]):
             if isinstance(found, Lines):
                 first = int(found.positions[0]) == 0
                 values = without_bom(found.values) if first else found.values
-                yield from values.slice(int(first and header)).to_pylist()
+                yield from values.slice(int(first and form.has_header)).to_pylist()
             elif isinstance(found, LongLine):
                 unread[LINE_TOO_LONG] += 1
 
 
 def _text_table(sources: Sequence[Source], config: LogsConfig) -> Table:
-    header = not config.columns
+    form = config.form
 
     def named(source: Source) -> tuple[str, ...]:
-        return config.columns or names_in(source, config.log_format, config.quoted_newlines)
+        return config.columns or names_in(source, form)
 
     headers = {source.url: named(source) for source in sources}
     names = headers[sources[0].url]
+    _refuse_header(sources[0].url, names, config)
     absent = {
         name: f"{url} does not have it once"
         for url in reversed(headers) for name in names if headers[url].count(name) != 1
     }  # fmt: skip
     alike = list(takewhile(lambda source: headers[source.url] == names, sources))
     lost = Counter[str]()
-    lines = list(islice(_lines(alike, lost, quoted_newlines=config.quoted_newlines, header=header), ROWS + 1))
+    lines = list(islice(_lines(alike, lost, form), ROWS + 1))
     whole = len(lines) <= ROWS and len(alike) == len(sources)
     del lines[ROWS:]
     reasons, drops = Reasons(len(lines)), Reasons(len(lines))
     places = [str(place) for place in range(len(names))]  # names may occur twice
     columns = [Column(place, pa.string(), nullable=True) for place in places]
-    form = Form(config.log_format, config.null_texts, header, config.quoted_newlines)
     read = read_table(pa.array(lines, pa.binary()), form, places, columns, reasons, drops)
     good = reasons.good & drops.good
+    if not good.any() and lines:
+        ways = [f"--log-format {way}" for way in other_delimiters(lines[:100], form)]
+        hint = f"Read the file by lockstep etl_logs {' or '.join(ways)}." if ways else ""
+        _refuse_delimiter(sources[0].url, f"{len(lines)} lines, none of {len(names)} fields", hint)
     typed = [_typed(read[place].filter(pa.array(good))) for place in places]
     unread = ", ".join(f"{count} {reason}" for reason, count in (lost + Counter(reasons.counts())).items())
     columns_read, notes = [values for values, _ in typed], [note for _, note in typed]
@@ -117,6 +133,18 @@ def _text_table(sources: Sequence[Source], config: LogsConfig) -> Table:
         names=names, columns=columns_read, notes=notes, nullable=_nullable(columns_read, whole=whole),
         rows=int(good.sum()), unread=unread, faults=absent,
     )  # fmt: skip
+
+
+def _refuse_header(url: str, names: Sequence[str], config: LogsConfig) -> None:
+    """Raise DataError for a header of one name that is several with another delimiter: one column teaches nothing."""
+    if not config.columns:
+        _refuse_delimiter(url, f"one column, {quoted(names[0][:80])}", header_hint(names, config.log_format))
+
+
+def _refuse_delimiter(url: str, got: str, hint: str) -> None:
+    if hint:
+        allowed = "columns, with the delimiter between them"
+        raise DataError(f"{url} has another delimiter", got=got, allowed=allowed, next_step=hint)
 
 
 def _typed(texts: pa.Array) -> tuple[pa.Array, str]:
@@ -145,12 +173,13 @@ def _are(values: pa.Array, kind: pa.DataType) -> bool:
     return len(values) > 0 and not any(as_values(part, kind)[1].any() for part in parts)
 
 
-def _keyed_table(sources: Sequence[Source], form: LogFormat) -> Table:
-    assert form.object_of is not None
+def _keyed_table(sources: Sequence[Source], form: Form) -> Table:
+    object_of = form.format.object_of
+    assert object_of is not None
     documents, unread = list[dict[str, Any]](), Counter[str]()
-    lines = list(islice(_lines(sources, unread, quoted_newlines=False, header=False), ROWS + 1))
+    lines = list(islice(_lines(sources, unread, form), ROWS + 1))
     for line in lines[:ROWS]:
-        document = form.object_of(line)
+        document = object_of(line)
         documents += [] if document is None else [document]
         unread[NOT_JSON] += bool(line.strip()) and document is None
     names = list(dict.fromkeys(name for document in documents for name in document))

@@ -97,7 +97,10 @@ def columns_for(
         kind = pa.timestamp("us") if timed else field.record_type
         # An empty text counts as a missing id.
         nullable = (field.nullable or field.is_list) and field.name not in id_columns
-        found[field.name] = Column(field.name, kind, nullable, may_be_empty=field.name not in id_columns)
+        # JSON has yes and no, or the numbers of classes, as such too.
+        classes = (field.class_names or ()) if kinds.get(field.name) == pa.string() else ()
+        empty = field.name not in id_columns
+        found[field.name] = Column(field.name, kind, nullable, may_be_empty=empty, names=classes)
     for name in (*id_columns, *others):
         if name not in found and name not in PLACE_COLUMNS:
             kind = pa.timestamp("us") if name in time_columns else kinds.get(name, pa.string())

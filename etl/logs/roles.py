@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from lockstep.etl.choices import ROLES_ASKED, role_flag
-from lockstep.etl.logs.formats import LOG_FORMATS, format_of_header
+from lockstep.etl.logs.formats import LOG_FORMATS, header_hint
 from lockstep.storage.errors import ConfigError, DataError, require
 
 # Two names of one fact: the first gives way to the others.
@@ -180,7 +180,8 @@ def _missing(missing: Sequence[str], there: Sequence[str], nested: Sequence[str]
     directed = (
         form.name for form in LOG_FORMATS.values() if form.directive and "".join(there[:1]).startswith(form.directive)
     )
-    other = next(directed, format_of_header(there))
+    other = next(directed, None)
+    hint = header_hint(there) if other is None else f"The file looks like {other}: correct --log-format."
     flags = ", ".join(role_flag(role) for role in missing if role in ROLES_ASKED)
     ways = ["names do not reach into objects, so write such values into columns of their own first"] if nested else []
     ways += [f"name columns by {flags}"] if flags else []
@@ -191,7 +192,7 @@ def _missing(missing: Sequence[str], there: Sequence[str], nested: Sequence[str]
         f"input {url} holds no web requests: no column for {', '.join(missing)}",
         got=f"columns {', '.join(there)}"[:500] + inside[:500],
         allowed=known,
-        next_step=way if other is None else f"The file looks like {other}: correct --log-format.",
+        next_step=hint or way,
     )
 
 

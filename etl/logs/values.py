@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +14,7 @@ from lockstep.etl.input.files import BOM
 from lockstep.etl.reasons import BAD_VALUE, MISSING_VALUE
 from lockstep.features.arrow import flat
 
+TIME = "time in ISO 8601"
 _SHOWN = 60  # characters of a value
 _TYPES = {"float": "float32", "double": "float64", "binary": "bytes"}
 _TRUE, _FALSE = pa.array(["1", "true", "t", "yes"]), pa.array(["0", "false", "f", "no"])
@@ -25,16 +26,17 @@ def bad_value(name: str) -> str:
     return f"{BAD_VALUE}:{name}"
 
 
-def not_of(kind: pa.DataType, value: str) -> str:
-    """The detail of `bad_value`: the value as written in the record, and the type wanted."""
-    return f"{value if len(value) <= _SHOWN else value[:_SHOWN] + '...'} is no {_called(kind)}"
+def not_of(kind: pa.DataType, value: str, names: Sequence[str] = ()) -> str:
+    """The detail of `bad_value`: the value as written in the record, and the type or one of the names wanted."""
+    wanted = f"none of class_names {', '.join(names)[:_SHOWN]}" if names else f"no {_called(kind)}"
+    return f"{value if len(value) <= _SHOWN else value[:_SHOWN] + '...'} is {wanted}"
 
 
 def _called(kind: pa.DataType) -> str:
     if pa.types.is_list(kind):
         return f"list of {_called(kind.value_type)}"
     if pa.types.is_timestamp(kind):
-        return "time in ISO 8601"
+        return TIME
     if pa.types.is_decimal(kind):
         whole = f"number of up to {kind.precision - kind.scale} digits"
         return f"{whole} and {kind.scale} after the point" if kind.scale else f"whole {whole}"
@@ -50,7 +52,7 @@ def missing_value(name: str) -> str:
 class Column:
     """One column to be read: its name in the file, the wanted type, whether it may be null, and whether an empty string
     is a value (never for other types). `exact` refuses whole numbers of JSON that a float would round: no schema
-    declares the float.
+    declares the float. `names` are the texts of a label that are no, yes or its classes, by number.
     """
 
     name: str
@@ -58,6 +60,7 @@ class Column:
     nullable: bool = False
     may_be_empty: bool = True
     exact: bool = False
+    names: tuple[str, ...] = ()
 
     @property
     def textual(self) -> bool:
@@ -211,6 +214,18 @@ def as_values(text: pa.Array, kind: pa.DataType) -> tuple[pa.Array, NDArray[np.b
         values, broken = cast_where_possible(text, kind)
     odd = _too_large(text, values) if pa.types.is_floating(kind) else _hexadecimal(text, values)
     return (pc.if_else(pa.array(~odd), values, None), broken | odd) if odd.any() else (values, broken)
+
+
+def as_classes(text: pa.Array, column: Column) -> tuple[pa.Array, NDArray[np.bool_]]:
+    """Strings (n,) as values of a column: its names as their numbers (of two for a bool, the second is yes), other
+    texts as `as_values` does. Returns what that returns.
+    """
+    if not column.names:
+        return as_values(text, column.kind)
+    place = pc.index_in(text, pa.array(column.names, pa.string()))
+    values, broken = as_values(pc.if_else(place.is_valid(), None, text), column.kind)
+    numbers = pc.equal(place, 1) if pa.types.is_boolean(column.kind) else place.cast(column.kind)
+    return pc.coalesce(numbers, values), broken
 
 
 def _too_large(text: pa.Array, values: pa.Array) -> NDArray[np.bool_]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 
 from lockstep.etl.split.splits import TRAIN, SplitSpec
+from lockstep.features.schema.schema import Schema
 
 # A share of 20 % is odd below 15 % and above 26.7 %. Groups of a few hundred records among thousands stay within that.
 FAR = Fraction(4, 3)
@@ -29,6 +30,19 @@ def far_from_shares(split: SplitSpec, records: Mapping[str, int]) -> str | None:
     return (
         f"{worst} has {percent(Fraction(records[worst], total))} of the records where --split {split.text} asks for"
         f" {percent(asked[worst])}"
+    )
+
+
+def fed_group_line(split: SplitSpec, schema: Schema) -> str | None:
+    """A line about a column that keeps whole groups in one split, if a model is fed its categories: those of one split
+    are not in another. None for any other column.
+    """
+    kinds = {field.name: (field.encoding or {}).get("kind") for field in schema.features}
+    if not split.grouped or kinds.get(str(split.column)) not in ("hash", "vocabulary"):
+        return None
+    return (
+        f"note: `{split.column}` decides the split and is an input of a model, which sees none of the test's values in"
+        ' training; give the field encoding = { kind = "ignore" } in the schema, unless that is meant'
     )
 
 

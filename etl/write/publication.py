@@ -11,7 +11,7 @@ from typing import Any
 from lockstep.etl.petastorm.metadata import write_petastorm_metadata
 from lockstep.etl.split.leakage import Leakage
 from lockstep.etl.split.splits import SplitSpec
-from lockstep.etl.split.warnings import label_lines
+from lockstep.etl.split.warnings import fed_group_line, label_lines
 from lockstep.etl.write.append import CLASS_COUNTS
 from lockstep.etl.write.carried import CARRIED, Carried, Carry
 from lockstep.etl.write.checks import Target
@@ -138,6 +138,8 @@ def _finished(staging: Staging, job: Job, apart: Staging | None, done: Done) -> 
             allowed=f"{read} together, as were read",
             next_step=RUN_AGAIN,
         )
+    if (line := fed_group_line(job.split, job.schema)) is not None:
+        log.warning("%s", line)
     if job.schema.label is not None:
         for line in label_lines(job.schema.label.name, done.classes, sampled=job.sampled is not None):
             log.warning("%s", line)

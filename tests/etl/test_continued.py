@@ -34,13 +34,14 @@ of_all = {
     "seed": st.integers(0, 9),
 }
 of_tables = {
-    "log_format": st.sampled_from(["csv", "tsv"]),
+    "log_format": st.just("csv"),
     "schema": st.just(TABLE_SCHEMA),
     "label": st.none() | st.just("a > b"),
     "id_columns": st.lists(st.sampled_from("abc"), unique=True).map(tuple),
     "time_columns": st.lists(st.sampled_from("de"), unique=True).map(tuple),
     "columns": st.just(()) | st.just(("a", "b", "c")),
     "null_texts": st.just(()) | st.just(("NA",)),
+    "delimiter": st.none() | st.just(";"),
 }
 of_web = {
     "log_format": st.just("csv"),

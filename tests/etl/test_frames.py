@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -110,6 +112,67 @@ def test_a_label_of_numbers(values: list[Any], wanted: tuple[str, int | None]) -
 
 
 @pytest.mark.parametrize(
+    ("no", "yes"),
+    [
+        ("no", "yes"),
+        ("nein", "ja"),
+        ("non", "oui"),
+        ("no", "sí"),
+        ("no", "si"),
+        ("false", "true"),
+        ("n", "y"),
+        ("0", "1"),
+    ],
+)
+@pytest.mark.parametrize("case", [str.lower, str.upper, str.title])
+def test_known_words_are_no_and_yes_in_any_case(no: str, yes: str, case: Callable[[str], str]) -> None:
+    for words in ((case(no), case(yes)), (no, yes.upper()), (no.upper(), yes)):
+        frame = pd.DataFrame({"x": [1.0, 2, 3], "y": [words[1], words[0], words[1]]})
+        label = propose_schema(frame, label="y")["y"]
+        assert (label.dtype, label.class_names) == ("bool", words)
+
+
+DAYS = pd.date_range("2026-10-03 09:05:07", periods=40, freq="29h")
+FORMS = {
+    "%d.%m.%Y": "dd.MM.yyyy",
+    "%d.%m.%Y %H:%M": "dd.MM.yyyy HH:mm",
+    "%d.%m.%Y %H:%M:%S": "dd.MM.yyyy HH:mm:ss",
+    "%-d.%-m.%Y": "d.M.yyyy",
+    "%d/%m/%Y": "dd/MM/yyyy",
+    "%m/%d/%Y %H:%M": "MM/dd/yyyy HH:mm",
+    "%-m/%-d/%Y": "M/d/yyyy",
+    "%Y/%m/%d": "yyyy/MM/dd",
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_text_that_looks_like_a_date_says_its_form(form: str, tmp_path: Path) -> None:
+    texts = DAYS.strftime(form)
+    assert (pd.to_datetime(texts, format=form.replace("%-", "%")).normalize() == DAYS.normalize()).all()
+    propose_schema(pd.DataFrame({"x": range(40), "at": texts}), output=tmp_path / "s.toml")
+    propose_schema(pd.DataFrame({"x": range(40), "at": [*texts[:-1], "later"]}), output=tmp_path / "other.toml")
+    assert f"# Looks like dates: to_timestamp(at, '{FORMS[form]}') in a query" in (tmp_path / "s.toml").read_text()
+    assert "Looks like" not in (tmp_path / "other.toml").read_text()
+
+
+@pytest.mark.parametrize(
+    "texts", [["1,5", "-2,25", "3"], ["1.234,5", "12,25", "1.000.000"], ["1,5", "2.5", "3"], ["a,5", "1,5"], ["3", "x"]]
+)
+def test_a_text_that_looks_like_decimal_commas_says_how_to_convert_it(texts: list[str], tmp_path: Path) -> None:
+    """It does where pandas reads numbers by decimal=',', and by thousands='.' where there are points."""
+    thousands = "." if any(re.fullmatch(r"\d{1,3}(\.\d{3})+(,\d+)?", text) for text in texts) else None
+    theirs = pd.read_csv(io.StringIO("\n".join(["n", *texts])), sep=";", decimal=",", thousands=thousands)["n"]
+    propose_schema(pd.DataFrame({"x": range(len(texts)), "n": texts}), output=tmp_path / "s.toml")
+    text = (tmp_path / "s.toml").read_text()
+    assert ("# Looks like numbers with a decimal comma" in text) == (theirs.dtype == "float64")
+    if theirs.dtype == "float64":
+        (sql,) = re.findall(r"CAST\((.*) AS DOUBLE\)", text)
+        points = "replace(n, '.', '')" if thousands else "n"
+        assert sql == f"replace({points}, ',', '.')"
+        assert [float(one.replace(".", "").replace(",", ".")) for one in texts] == theirs.tolist()
+
+
+@pytest.mark.parametrize(
     ("values", "words"),
     [
         ([0, 1, 1, 0], ""),
@@ -118,7 +181,9 @@ def test_a_label_of_numbers(values: list[Any], wanted: tuple[str, int | None]) -
         ([1, 2, 3, 1], "a number to predict; for 3 classes make whole numbers from 0 of it in a query: less 1"),
         ([0.0, 1.0, 2.0, 2.0], "a number to predict; for 3 classes make whole numbers from 0 of it in a query: less 0"),
         ([0.5, 1.0, 2.0, 0.0], ""),
-        (["nein", "ja", "ja", "ja"], '"nein" is yes, the second by alphabet; for "ja" turn class_names round'),
+        (["spam", "ham", "ham", "ham"], '"spam" is yes, the second by alphabet; for "ham" turn class_names round'),
+        (["nein", "ja", "ja", "ja"], ""),
+        (["no", "sí", "no", "no"], ""),
     ],
 )
 def test_what_a_label_is_taken_for_is_said(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
 import pyarrow.dataset as ds
 import pytest
 from sklearn.model_selection import GroupKFold
@@ -259,6 +260,31 @@ def test_groups_that_are_far_from_shares_and_have_one_class(
         "label: all 200 records of test have `kind` = b, so no metric there says how well a model separates"
         " classes; give more input, or --split stratified:kind:...",
     ]
+
+
+@pytest.mark.parametrize(
+    ("split", "encoding", "noted"),
+    [
+        ("group:user:80/20", {"kind": "hash", "buckets": 9, "seed": 0}, True),
+        ("kfold:2:user", {"kind": "hash", "buckets": 9, "seed": 0}, True),
+        ("group:user:80/20", {"kind": "ignore"}, False),
+        ("80/20", {"kind": "hash", "buckets": 9, "seed": 0}, False),
+    ],
+)
+def test_a_group_that_is_fed_is_noted_since_pandas_finds_no_user_on_both_sides(
+    spark: SparkSession, tmp_path: Path, caplog: pytest.LogCaptureFixture, split: str, encoding: Any, noted: bool
+) -> None:
+    rows = pd.DataFrame({"id": range(200), "user": [f"u{n % 40}" for n in range(200)]})
+    schema = Schema((sample_id_field(), Field(name="user", dtype="string", encoding=encoding)))
+    out = tmp_path / "out"
+    lockstep.write_dataset(
+        spark.createDataFrame(rows), str(out), id_columns="id", schema=schema, split=split, fmt="parquet"
+    )
+    users = [set(pd.read_parquet(folder)["user"]) for folder in sorted(out.glob("split=*"))]
+    grouped = split != "80/20"
+    assert len(users) == 2 and users[0].isdisjoint(users[1]) == grouped
+    lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("note: `user`")]
+    assert len(lines) == int(noted) and all('encoding = { kind = "ignore" }' in line for line in lines)
 
 
 def test_leakage_is_found(frame: DataFrame) -> None:

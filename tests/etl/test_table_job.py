@@ -74,8 +74,15 @@ def test_a_schema_for_csv_files_is_the_one_of_the_job_that_reads_them(
     assert (tmp_path / "table.toml").read_bytes() == (tmp_path / "logs.toml").read_bytes()
     found = {field.name: field.dtype for field in load_schema(str(tmp_path / "table.toml"))}
     assert found == {"sample_id": "int64", "visit": "int64", "seconds": "float64", "bought": "bool"}
-    with pytest.raises(ConfigError, match="--label"):
-        etl_table.main([*flags, "--input-format", "csv", "--label", "bought", "--output", str(tmp_path / "x.toml")])
+    csv = [*flags, "--input-format", "csv"]
+    assert (
+        etl_table.main([*csv, "--label", "bought", "--id-columns", "visit", "--output", str(tmp_path / "x.toml")]) == 0
+    )
+    named = {field.name: field for field in load_schema(str(tmp_path / "x.toml"))}
+    assert named["bought"].kind == "label" and named["visit"].encoding == {"kind": "ignore"}
+    for flag, value in (("--exclude", "visit"), ("--split", "1/1")):
+        with pytest.raises(ConfigError, match=flag):
+            etl_table.main([*csv, flag, value, "--output", str(tmp_path / "y.toml")])
 
 
 def test_a_csv_file_without_a_header_gets_one_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -208,7 +208,7 @@ def headers(data: bytes) -> None:
     url = scratch(take.rest())
     with refused():
         (source,) = find_sources([url])
-        assert all(isinstance(name, str) for name in names_in(source, log_format, quoted))
+        assert all(isinstance(name, str) for name in names_in(source, Form(log_format, quoted_newlines=quoted)))
         if LOG_FORMATS[log_format].keyed:
             kinds_in([source], LOG_FORMATS[log_format])
 

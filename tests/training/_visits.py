@@ -106,11 +106,15 @@ def _picture(rng: np.random.Generator, row: int) -> bytes:
     return file.getvalue()
 
 
-def write_visits(root: object, records: dict[str, int]) -> pa.RecordBatch:
-    """Write the dataset; returns its rows in order, splits after one another."""
+def write_visits(root: object, records: dict[str, int], *, labelled: bool = True) -> pa.RecordBatch:
+    """Write the dataset, without the label if it is not `labelled`; returns its rows in order, splits after one
+    another.
+    """
     tokens = Vocabulary(name="page", tokens=("a", "bb", "é"), counts=(9, 8, 7), fitted_on=("train",))
     moments = Moments(name="bytes", count=80, mean=5.1, variance=8.7, fitted_on=("train",))
     tags = replace(tokens, name="tags")
     rows = visits(sum(records.values()))
-    write_rows(str(root), SCHEMA, rows, records, "tfrecord", 2, 16, 0, (tokens, tags, moments))
+    schema = SCHEMA if labelled else Schema(tuple(field for field in SCHEMA if field.kind != "label"))
+    rows = rows if labelled else rows.drop_columns(["label"])
+    write_rows(str(root), schema, rows, records, "tfrecord", 2, 16, 0, (tokens, tags, moments))
     return rows

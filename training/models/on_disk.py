@@ -153,9 +153,13 @@ def _plain_optimizer(model: keras.Model) -> Iterator[None]:
         yield
 
 
-def load_export(url: str, config: TrainConfig, dataset: DatasetManifest) -> keras.Model:
-    """The model of an export. Raises ConfigError for a dataset with another schema or other fitted files,
-    CorruptionError for a file that does not match its digest, LockstepError for a model that Keras cannot make.
+def load_export(
+    url: str, config: TrainConfig, dataset: DatasetManifest, *, may_lack_label: bool = False
+) -> keras.Model:
+    """The model of an export; with `may_lack_label`, for a dataset without label and weights too.
+
+    Raises ConfigError for a dataset with another schema or other fitted files, CorruptionError for a file that does not
+    match its digest, LockstepError for a model that Keras cannot make.
     """
     where = join(url, MANIFEST_NAME)
     files = unseal(filesystem(url).read_bytes(where), where)["files"]
@@ -164,6 +168,9 @@ def load_export(url: str, config: TrainConfig, dataset: DatasetManifest) -> kera
     mine, wanted = raw_schema(Schema.from_json(dataset.schema)), raw_schema(trained)
     if config.data.tasks is not None:  # the file has the first task's label
         mine, wanted = without_label(mine), without_label(wanted)
+    if may_lack_label and mine.label is None:
+        fields = tuple(field for field in wanted if field.kind not in ("label", "weight"))
+        wanted = Schema(fields, wanted.record)
     if differences := mine.differences(wanted):
         raise _other_data("schema", differences)
     for name in sorted(files):

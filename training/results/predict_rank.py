@@ -58,7 +58,7 @@ def run(context: RankContext) -> dict[str, Any]:
     split = split.of_task(task_of(config, request.dataset))
     beat(0, "load the model")
     model = _mean_of(order.members, split)
-    form = Form.of(model, split)
+    form = _form_of(model, split, order.members[0])
     steps, encoder = 0, split.encoder
     if config.skips_bad_images and encoder.can_skip_images:
         encoder = encoder.skipping_bad_images()
@@ -105,8 +105,15 @@ def run(context: RankContext) -> dict[str, Any]:
 def _mean_of(members: Sequence[StoredModel], split: OpenSplit) -> keras.Model:
     """The model of the one of `members`, or the mean of several."""
     signature = split.encoder.signature
-    models = [member.load(split.manifest, signature) for member in members]
+    models = [member.load(split.manifest, signature, may_lack_label=True) for member in members]
     return models[0] if len(models) == 1 else ensemble_of(models, list(map(takes_logits, models)), signature)
+
+
+def _form_of(model: keras.Model, split: OpenSplit, member: StoredModel) -> Form:
+    """The form of the outputs, by the label of the split or, without one, by what the model's export says of it."""
+    if split.encoder.schema.label is None and member.model is not None:
+        return Form.of_export(model, ExportedModel.at(member.model))
+    return Form.of(model, split)
 
 
 @dataclass(frozen=True, slots=True)

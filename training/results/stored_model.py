@@ -54,12 +54,14 @@ class StoredModel(Message):
         """The URL of what is loaded."""
         return str(self.model or self.checkpoint)
 
-    def load(self, manifest: DatasetManifest, signature: Signature) -> keras.Model:
-        """Load the model for a dataset of this signature. It imports TensorFlow."""
+    def load(self, manifest: DatasetManifest, signature: Signature, *, may_lack_label: bool = False) -> keras.Model:
+        """Load the model for a dataset of this signature; with `may_lack_label`, one without a label too. It imports
+        TensorFlow.
+        """
         from lockstep.training.models.on_disk import load_checkpoint, load_export
 
         if self.model is not None:
-            return load_export(self.model, self.config, manifest)
+            return load_export(self.model, self.config, manifest, may_lack_label=may_lack_label)
         return load_checkpoint(str(self.checkpoint), self.config, manifest, labels_of(self.config, signature))
 
 

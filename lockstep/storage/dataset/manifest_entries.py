@@ -55,6 +55,10 @@ class ShardInfo:
         """Bytes of a file that is not compressed; of a gzip file, those that it unpacks to."""
         return self.bytes if self.unpacked_offsets is None else self.unpacked_offsets[-1]
 
+    def __repr__(self) -> str:
+        blocks = len(self.block_offsets)
+        return f"ShardInfo({self.path!r}, {self.records} records in {blocks} blocks, {self.bytes} bytes)"
+
 
 @dataclass(frozen=True, slots=True)
 class SplitInfo:
@@ -76,6 +80,11 @@ class SplitInfo:
     def stored_records(self) -> int:
         """Records of all shards."""
         return sum(shard.records for shard in self.shards)
+
+    def __repr__(self) -> str:
+        # The fields hold an offset for each block: pages of them.
+        where = "" if self.where is None else f", where={self.where!r}"
+        return f"SplitInfo({self.records} records in {len(self.shards)} shards{where})"
 
 
 def split_json(split: SplitInfo) -> dict[str, Any]:

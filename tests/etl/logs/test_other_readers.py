@@ -75,8 +75,10 @@ def test_csv_is_read_as_by_pandas_and_python(
     tmp_path_factory: pytest.TempPathFactory, rows: list[Row], end: str, bom: bytes, packed: bool, data: st.DataObject
 ) -> None:
     out = io.StringIO()
+    mark = data.draw(st.sampled_from([",", ",", ";", "|", "\t"]))
     plain, full = (
-        csv.writer(out, lineterminator=end, quoting=quoting) for quoting in (csv.QUOTE_MINIMAL, csv.QUOTE_ALL)
+        csv.writer(out, delimiter=mark, lineterminator=end, quoting=quoting)
+        for quoting in (csv.QUOTE_MINIMAL, csv.QUOTE_ALL)
     )
     plain.writerow(NAMES)
     expected: list[Row] = []
@@ -90,17 +92,18 @@ def test_csv_is_read_as_by_pandas_and_python(
     text = out.getvalue()
     content = bom + text.encode()
     folder = tmp_path_factory.mktemp("csv")
-    found, refused, _ = read(folder, gzip.compress(content) if packed else content, "csv", quoted_newlines=True)
+    given_mark = {} if mark == "," else {"delimiter": mark}
+    packed_content = gzip.compress(content) if packed else content
+    found, refused, _ = read(folder, packed_content, "csv", quoted_newlines=True, **given_mark)
     assert (found, refused) == (expected, [])
-    theirs = pd.read_csv(
-        io.BytesIO(content), dtype=str, keep_default_na=False, lineterminator="\n" if end == "\n" else None
-    )
+    line_end = "\n" if end == "\n" else None
+    theirs = pd.read_csv(io.BytesIO(content), sep=mark, dtype=str, keep_default_na=False, lineterminator=line_end)
     mine = [[cell or "" for cell in row] for row in found]
     assert mine == theirs.values.tolist()
-    assert mine == [row for row in csv.reader(io.StringIO(text, newline="")) if row][1:]
+    assert mine == [row for row in csv.reader(io.StringIO(text, newline=""), delimiter=mark) if row][1:]
     whole = all("\n" not in (cell or "") for row in rows for cell in row)
     if whole:
-        assert read(folder, content, "csv")[:2] == (expected, [])
+        assert read(folder, content, "csv", **given_mark)[:2] == (expected, [])
 
 
 @given(
@@ -169,6 +172,37 @@ def test_bytes_of_tables_that_are_no_text_are_refused_by_position(
         places += [at] if line != good else []
         at += len(line) + 1
     assert sorted(row["_position"] for row in refused) == places and all(row["_reason"] for row in refused)
+
+
+@pytest.mark.parametrize("log_format", ["csv", "tsv", "json"])
+@pytest.mark.parametrize("names", [("nein", "ja"), ("ja", "nein"), ("rot", "gelb, hell", "1")])
+def test_texts_of_a_label_are_the_numbers_that_pandas_gives_them(
+    tmp_path: Path, log_format: str, names: tuple[str, ...]
+) -> None:
+    texts = [names[number * 7 % len(names)] for number in range(30)] + ["Ja?"]
+    frame = pd.DataFrame({"y": texts})
+    path = tmp_path / "in"
+    if log_format == "json":
+        frame.to_json(path, orient="records", lines=True)
+    else:
+        frame.to_csv(path, index=False, sep="," if log_format == "csv" else "\t", quoting=csv.QUOTE_MINIMAL)
+    dtype = "bool" if len(names) == 2 else "int64"
+    schema = json.dumps({"fields": [{"name": "y", "dtype": dtype, "kind": "label", "class_names": list(names)}]})
+    plan = plan_of(LogsConfig(inputs=(str(path),), output=str(tmp_path / "out"), log_format=log_format, schema=schema))
+    found = pa.Table.from_batches(list(parse_ranges(plan.work, plan.parser))).to_pylist()
+    codes = pd.Categorical(texts, categories=list(names)).codes.tolist()
+    assert [int(row["y"]) for row in found if row["_kind"] == ROW] == [code for code in codes if code >= 0]
+    (refused,) = [row["_reason"] for row in found if row["_kind"] == BAD]
+    assert refused == f'bad_value:y: "Ja?" is none of class_names {", ".join(names)}'
+
+
+def test_booleans_of_json_stay_such_where_the_label_has_names(tmp_path: Path) -> None:
+    path, rows = tmp_path / "in", [{"y": number % 3 == 0} for number in range(9)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    schema = json.dumps({"fields": [{"name": "y", "dtype": "bool", "kind": "label", "class_names": ["nein", "ja"]}]})
+    plan = plan_of(LogsConfig(inputs=(str(path),), output=str(tmp_path / "out"), log_format="json", schema=schema))
+    found = pa.Table.from_batches(list(parse_ranges(plan.work, plan.parser))).to_pylist()
+    assert [row["y"] for row in found if row["_kind"] == ROW] == [row["y"] for row in rows]
 
 
 JSON_TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)

@@ -9,6 +9,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -154,9 +155,49 @@ def test_texts_for_null_and_a_label_of_two_texts_are_named(tmp_path: Path) -> No
     }
     _, text = proposed(tmp_path, table(**rows))
     assert 'with --null-text " ?" null too' in text and text.count("--null-text") == 1
-    assert """--label "income = ' >50K'".""" in text
+    assert 'label (--label) "income".' in text
     _, text = proposed(tmp_path, table(x=["a", "b", "c"], label=[0, 1, 1]))
     assert "--label" not in text
+
+
+@pytest.mark.parametrize("log_format", ["csv", "json"])
+def test_the_label_that_was_asked_for_is_obeyed(tmp_path: Path, log_format: str) -> None:
+    """Its values, read by the schema, are those of pandas; a label that cannot be one is refused."""
+    frame = pd.DataFrame({"x": range(20), "bought": ["ja" if n % 3 else "nein" for n in range(20)], "n": [0, 1] * 10})
+    path = tmp_path / "t"
+    frame.to_csv(path, index=False) if log_format == "csv" else frame.to_json(path, orient="records", lines=True)
+    how: dict[str, Any] = {"inputs": (str(path),), "log_format": log_format}
+    for label, wanted in (("bought", frame["bought"] == "ja"), ("n", frame["n"])):
+        where = str(tmp_path / f"{label}.toml")
+        assert f"label {label}" in propose(LogsConfig(output=where, label=label, **how))
+        plan = plan_of(LogsConfig(output=str(tmp_path / "out"), schema=where, **how))
+        rows = [row for batch in parse_ranges(plan.work, plan.parser) for row in batch.to_pylist()]
+        assert [row[label] for row in rows if row["_kind"] == ROW] == wanted.tolist()
+    for label in ("bougt", "bought = 'ja'"):
+        with pytest.raises(ConfigError, match="cannot be the label"):
+            propose(LogsConfig(output=str(tmp_path / "none.toml"), label=label, **how))
+
+
+def test_flags_of_a_proposal_are_obeyed_or_refused(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    pd.DataFrame({"user": [n % 5 for n in range(20)], "x": range(20)}).to_csv(path, index=False)
+    base = ["--propose-schema", "--input", str(path), "--log-format", "csv", "--output", str(tmp_path / "s.toml")]
+    obeyed = {
+        "--propose-schema", "--for", "--input", "--output", "--log-format", "--delimiter", "--columns", "--null-text",
+        "--quoted-newlines", "--label", "--id-columns", "--time-columns",
+    }  # fmt: skip
+    of_process = {"--help", "--config", "--debug", "--master", "-h"}
+    flags = {option: action for action in etl_logs.parser()._actions for option in action.option_strings}
+    for flag in flags.keys() - obeyed - of_process:
+        value = "1" if flags[flag].type is int else next(iter(flags[flag].choices or ["x"]))
+        with pytest.raises(ConfigError) as caught:
+            etl_logs.main([*base, flag, *([] if flags[flag].nargs == 0 else [value])])
+        assert "--propose-schema" in f"{caught.value}" and flag in f"{caught.value}", flag
+    assert not (tmp_path / "s.toml").exists()
+    assert etl_logs.main([*base, "--id-columns", "user"]) == 0
+    assert load_schema(str(tmp_path / "s.toml"))["user"].encoding == {"kind": "ignore"}
+    with pytest.raises(ConfigError, match="--id-columns"):
+        propose(LogsConfig(output=str(tmp_path / "y.toml"), inputs=(str(path),), log_format="csv", id_columns=("z",)))
 
 
 def test_json_has_types_lists_and_what_no_field_holds(tmp_path: Path) -> None:
@@ -198,6 +239,42 @@ def test_a_table_without_rows_or_columns_is_refused(tmp_path: Path, data: str, l
     with pytest.raises(DataError) as caught:
         proposed(tmp_path, data, log_format)
     assert got in caught.value.got
+    assert not list(tmp_path.glob("*.toml"))
+
+
+MARKED = "zeit;kampagne;preis\n" + "".join(f"2026-11-{n:02};{n % 3};{n},5\n" for n in range(1, 29))
+
+
+@pytest.mark.parametrize("mark", [";", "|", "\t", ","])
+@pytest.mark.parametrize("quoting", [csv.QUOTE_MINIMAL, csv.QUOTE_NONNUMERIC])
+def test_a_table_of_another_delimiter_is_read_as_by_pandas(tmp_path: Path, mark: str, quoting: Any) -> None:
+    out = io.StringIO()
+    frame = pd.read_csv(io.StringIO(MARKED), sep=";")
+    frame.to_csv(out, sep=mark, index=False, quoting=quoting)
+    flag = r"\t" if mark == "\t" else mark
+    fields, text = proposed(tmp_path, out.getvalue(), delimiter=flag)
+    assert list(fields) == list(pd.read_csv(io.StringIO(out.getvalue()), sep=mark).columns)
+    assert fields["kampagne"].dtype == "int64" and f"# 0.0% null, {frame['preis'].nunique()} distinct" in text
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "flag"),
+    [
+        (MARKED, {}, "csv --delimiter ';'"),
+        (MARKED.replace(",", "."), {}, "csv --delimiter ';'"),
+        ('"zeit";"preis"\n"1";2\n', {}, "csv --delimiter ';'"),
+        ('"zeit"\t"preis"\n"1"\t2\n', {}, r"csv --delimiter '\t'"),
+        (MARKED.replace(";", "|"), {}, "csv --delimiter '|'"),
+        (MARKED.partition("\n")[2], {"columns": ("zeit", "kampagne", "preis")}, "csv --delimiter ';'"),
+        ("a,b\n1,2\n", {"delimiter": ";"}, "csv, without --delimiter"),
+    ],
+)
+def test_the_error_about_another_delimiter_names_its_flag(
+    tmp_path: Path, data: str, options: dict[str, Any], flag: str
+) -> None:
+    with pytest.raises(DataError) as caught:
+        proposed(tmp_path, data, **options)
+    assert f"--log-format {flag}" in caught.value.next_step
     assert not list(tmp_path.glob("*.toml"))
 
 

@@ -7,11 +7,13 @@ import json
 import logging
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 from lockstep.etl.input.files import find_lines
 from lockstep.etl.logs.config import LogsConfig
 from lockstep.etl.logs.formats import Form
+from lockstep.etl.logs.parse import BAD, parse_ranges
 from lockstep.etl.logs.plan import plan_of
 from lockstep.etl.logs.rejected import look
 from lockstep.features.schema.declare import load_schema
@@ -43,6 +45,8 @@ ALB = (
         (b"#Fields: date time c-ip", "not_combined_log", "combined", "column 20, where a [time] should be", "w3c"),
         (ALB, "not_combined_log", "combined", "where a [time] should be", "alb"),
         (b"a,b", "too_few_fields", "csv", "its end, after 2 fields", ""),
+        (b"1,5;b;c", "too_few_fields", "csv", "its end, after 2 fields", "csv --delimiter ';'"),
+        (b'"a;b"|2', "bad_quotes", "csv", "column 6, text behind a closing quote", "csv --delimiter '|'"),
         (b"a\xff", "not_utf8", "csv", "byte 2, which is no UTF-8", ""),
         (b"a\0", "not_utf8", "csv", "byte 2, a NUL", ""),
     ],
@@ -60,6 +64,29 @@ def test_a_long_line_is_cut_and_one_good_line_less_is_no_other_format() -> None:
     found = look([(COMMON * 20, "not_common_log"), (OBJECT, "not_common_log")], Form("common"), records=False)
     assert len(found.words) < 400 and "no other format" in found.next_step
     assert look([(b"1,soon", 'bad_value:x: "soon" is no int64')], Form("csv"), records=True).next_step == ""
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "step"),
+    [
+        ('name = "a"\ndtype = "int64"\nencoding = { kind = "ignore" }', "03.11.2026 14:05", "to_timestamp(a, "),
+        ('name = "a"\ndtype = "bool"\nkind = "label"', "ja", """--label "a = 'ja'\""""),
+        ('name = "a"\ndtype = "bool"\nkind = "label"', "ja", "class_names"),
+        ('name = "a"\ndtype = "float64"', "3,5", "replace(a, ',', '.')"),
+    ],
+)
+def test_values_in_another_form_are_followed_by_what_to_do(tmp_path: Path, field: str, value: str, step: str) -> None:
+    """The reason is that of the job's own parser for such a value."""
+    (tmp_path / "a.csv").write_text(f"a;b\n{value};1\n")
+    times = ("a",) if "int64" in field else ()
+    schema, output = f"[[fields]]\n{field}\n", str(tmp_path / "out")
+    config = LogsConfig(
+        inputs=(str(tmp_path),), output=output, log_format="csv", delimiter=";", schema=schema, time_columns=times
+    )
+    plan = plan_of(config)
+    rows = pa.Table.from_batches(list(parse_ranges(plan.work, plan.parser))).to_pylist()
+    bad = [(row["_raw"], row["_reason"]) for row in rows if row["_kind"] == BAD]
+    assert len(bad) == 1 and step in look(bad, plan.parser.form, records=True).next_step
 
 
 @pytest.mark.parametrize("empty", [b"", b"\n", b"\r\n\n", b"a,b\n", b"\xef\xbb\xbfa,b", b"a,b\r\n\r\n"])

@@ -289,7 +289,7 @@ def test_the_head_of_a_json_file(tmp_path: Path) -> None:
     lines = ['{"a":1,"b":null}', "rubbish", "[1]", '{"a":1.5,"b":"x","c":{},"d":true}']
     (tmp_path / "log").write_text("\n".join([*lines, ""]))
     (source,) = find_sources([str(tmp_path / "log")])
-    assert names_in(source, "json", False) == ("a", "b", "c", "d")
+    assert names_in(source, Form("json")) == ("a", "b", "c", "d")
     assert kinds_in([source], LOG_FORMATS["json"]) == {"a": pa.float64(), "b": pa.string(), "d": pa.bool_()}
     (tmp_path / "later").write_text('{"a":"x","e":1}\n')  # a key that only the second file has
     found = find_sources([str(tmp_path / "log"), str(tmp_path / "later")])
@@ -343,10 +343,10 @@ def test_headers(tmp_path: Path, head: bytes, log_format: str, names: tuple[str,
     (tmp_path / "log").write_bytes(head)
     (source,) = find_sources([str(tmp_path / "log")])
     if names is not None:
-        assert names_in(source, log_format, False) == names
+        assert names_in(source, Form(log_format)) == names
         return
     with pytest.raises(DataError, match="names no fields"):
-        names_in(source, log_format, False)
+        names_in(source, Form(log_format))
 
 
 @pytest.mark.parametrize("value", ["1e30", "1e400000000", '" 200"', '"1e99999999999999999999"'])
@@ -372,7 +372,7 @@ def test_the_head_of_a_packed_file_is_not_unpacked_to_its_end(tmp_path: Path, mo
 
     monkeypatch.setattr("lockstep.etl.input.lines.unpacked", counted)
     with pytest.raises(DataError, match="names no fields"):
-        names_in(find_sources([str(tmp_path / "bomb")])[0], "csv", quoted_newlines=False)
+        names_in(find_sources([str(tmp_path / "bomb")])[0], Form("csv"))
     assert sum(read) <= 3 << 20
 
 
@@ -400,3 +400,8 @@ def test_columns_that_are_not_there_are_told_apart_from_a_wrong_format() -> None
         columns_of(["host,time,status"], {}, "f")
     assert "looks like csv" in caught.value.next_step
     assert "looks like tsv" in columns_differ("u", "csv", ["a\tb"], ["a"], []).next_step
+    for mark, flag in ((";", "csv --delimiter ';'"), ("|", "csv --delimiter '|'")):
+        assert f"--log-format {flag}" in columns_differ("u", "csv", [mark.join("abc")], ["a"], []).next_step
+        with pytest.raises(DataError) as caught:
+            columns_of([mark.join(["host", "time", "status"])], {}, "f")
+        assert f"--log-format {flag}" in caught.value.next_step

@@ -45,6 +45,8 @@ ROOT = Path(__file__).resolve().parents[3]
         {"log_format": "csv", "id_columns": ("a", "a")},
         {"log_format": "json", "columns": ("a",)},
         {"log_format": "tsv", "quoted_newlines": True},
+        {"log_format": "tsv", "delimiter": ";"},
+        *({"log_format": "csv", "delimiter": mark} for mark in ("", ";;", '"', "a", "1", "\n", "\0", "§")),
         {"log_format": "csv", "columns": ("a", "a")},
         {"label_window": -1, "split": "time:80/20"},
         {"label_window": 60},

@@ -229,6 +229,19 @@ def test_paths_that_lead_astray(path: object) -> None:
         safe_relative(path, where="somewhere")
 
 
+def test_splits_are_shown_in_a_line_each(tmp_path: Path) -> None:
+    """The counts are those of the files."""
+    make_dataset(str(tmp_path / "t"))
+    manifest = load_dataset(str(tmp_path / "t"))
+    for name, split in manifest.splits.items():
+        paths = [tmp_path / "t" / shard.path for shard in split.shards]
+        assert repr(split) == f"SplitInfo({split.records} records in {len(paths)} shards)"
+        for shard, path in zip(split.shards, paths, strict=True):
+            assert repr(shard).startswith(f"ShardInfo('{shard.path}', {shard.records} records in ")
+            assert repr(shard).endswith(f" blocks, {path.stat().st_size} bytes)"), name
+    assert len(repr(manifest.splits)) < 80 * len(manifest.splits)
+
+
 def test_layout() -> None:
     paths = DatasetPaths("hdfs://n/data/web")
     assert paths.manifest == "hdfs://n/data/web/_manifest.json"

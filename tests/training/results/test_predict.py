@@ -80,6 +80,19 @@ def of_keras(trained: TrainedRun, dataset: str) -> tuple[dict[str, Any], Any]:
     return rows.x, model.predict(rows.x, batch_size=BATCH, verbose=0)
 
 
+def test_a_dataset_without_a_label_is_predicted_and_not_evaluated(
+    trained: tuple[TrainedRun, str, pa.RecordBatch], tmp_path: Path
+) -> None:
+    result, dataset, _ = trained
+    write_visits(tmp_path / "new", {"train": 80, "test": 203}, labelled=False)
+    predict(result.run, str(tmp_path / "new"), "test", str(tmp_path / "out"), run_threads, batch=BATCH)
+    found, (_, expected) = pd.read_parquet(tmp_path / "out"), of_keras(result, dataset)
+    assert list(found.columns) == ["sample_id", "prediction"]
+    np.testing.assert_array_equal(found["prediction"].to_numpy(), expected[:, 0].astype(np.float64))
+    with pytest.raises(ConfigError, match="another schema"):
+        evaluate(result.run, str(tmp_path / "new"), "test", run_threads)
+
+
 def test_each_row_once_at_any_number_of_ranks_and_through_a_killed_one(
     trained: tuple[TrainedRun, str, pa.RecordBatch],
     tmp_path: Path,
