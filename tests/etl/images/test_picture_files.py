@@ -17,6 +17,7 @@ from PIL import Image
 import lockstep
 from lockstep.etl.images import job
 from lockstep.etl.images.config import ImagesConfig
+from lockstep.jobs import export
 from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.errors import ConfigError, DataError, NotFoundError
 from lockstep.storage.verify import verify
@@ -165,3 +166,24 @@ def test_a_folder_of_raw_pictures(trained: dict[str, Any], tmp_path: Path) -> No
         lockstep.predict(url, images=root)
     with pytest.raises(ConfigError, match="exclude each other"):
         lockstep.predict(url, {"image": turned}, images=root)
+
+
+def test_an_export_says_that_it_takes_the_datasets_pixels_unless_it_takes_files(
+    trained: dict[str, Any], spark: SparkSession, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert export.main(["--run", trained["run"], "--output", str(tmp_path / "of-pixels")]) == 0
+    assert "note: the model takes pixels as lockstep etl_images made them" in capsys.readouterr().out
+    files = {f"{name}/{n}.png": png(n + len(name)) for name in ("cat", "horse") for n in range(8)}
+    data, url = tmp_path / "data", str(tmp_path / "run")
+    made = config([make_tree(tmp_path / "set", files)], data, split="1/1", store="encoded", fmt="parquet")
+    job.run(spark, made)
+    options: dict[str, Any] = {"global_batch": 8, "epochs": 1, "num_ranks": 1, "launcher": "local"}
+    run(TrainConfig(datasets=(str(data),), run=url, model="mlp", **options))
+    assert export.main(["--run", url, "--output", str(tmp_path / "of-files"), "--format", "savedmodel"]) == 0
+    assert "note:" not in capsys.readouterr().out
+    import tensorflow as tf
+
+    raw = tf.saved_model.load(str(tmp_path / "of-files")).signatures["raw"]
+    outputs = raw(image=tf.constant([files["cat/1.png"]]))["prediction"].numpy()
+    by_name = lockstep.predict(url, images=tmp_path / "set" / "cat" / "1.png")
+    assert np.allclose(outputs[0], by_name["prediction"][0], atol=1e-6)
