@@ -10,21 +10,21 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from lockstep.etl.choices import MAX_DESCRIBED_RECORDS
 from lockstep.etl.columns import class_field
 from lockstep.etl.describe.by_split import ComparedColumn, compared, in_order
 from lockstep.etl.describe.statistics import ColumnStats, ColumnSummary
 from lockstep.etl.split.warnings import label_lines
+from lockstep.etl.write.quarantine import rejected_of
 from lockstep.features.schema.fields import Field
 from lockstep.features.schema.pictures import data_url, image_field
 from lockstep.features.schema.sampled import sampled_of
 from lockstep.features.schema.schema import Schema, class_names_of
 from lockstep.features.shards.blocks import Block, dataset_blocks, indexed_blocks, indexed_fields
 from lockstep.storage.dataset.indexed import IndexedManifest, is_indexed, read_indexed
-from lockstep.storage.dataset.manifest import DatasetManifest, load_dataset, read_checked
-from lockstep.storage.errors import ConfigError, CorruptionError, NotFoundError
+from lockstep.storage.dataset.manifest import DatasetManifest, load_dataset
+from lockstep.storage.errors import ConfigError, NotFoundError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import MANIFEST_NAME
 from lockstep.storage.urls import join
@@ -148,22 +148,9 @@ def indexed_tables(manifest: IndexedManifest) -> list[Table]:
 
 def quarantine_table(url: str, manifest: DatasetManifest) -> list[Table]:
     """Why input was rejected; the raw bytes that the files hold are never shown."""
-    reasons: Counter[str] = Counter()
-    for path, info in sorted(manifest.files.items()):
-        if not path.startswith("_quarantine/"):
-            continue
-        data = read_checked(filesystem(url), url, path, info)
-        try:
-            reasons.update(pq.read_table(pa.BufferReader(data), columns=["reason"]).column("reason").to_pylist())
-        except (pa.ArrowException, OSError, KeyError) as error:
-            raise CorruptionError(
-                "a quarantine file cannot be read",
-                file=join(url, path),
-                got=str(error).splitlines()[0],
-                allowed="Parquet with a column `reason`",
-            ) from None
-    rows = sorted(reasons.items(), key=lambda item: (-item[1], str(item[0])))
-    return [Table(QUARANTINE, ("reason", "records"), tuple((str(why), str(n)) for why, n in rows))] if rows else []
+    found = rejected_of(url, manifest)
+    rows = () if found is None else tuple((why, str(count)) for why, count in found.reasons.items())
+    return [Table(QUARANTINE, ("reason", "records"), rows)] if rows else []
 
 
 def words(value: Any) -> str:

@@ -242,11 +242,12 @@ def test_a_split_with_one_class_is_named(tmp_path: Path) -> None:
 
 def test_reasons_of_the_quarantine_are_counted_and_damage_is_told(tmp_path: Path) -> None:
     path = "_quarantine/part-00000.parquet"
-    rows = pa.table({"reason": ["short", HOSTILE[0], "short"], "raw": [b"a", b"b", b"c"]})
+    reasons = ["short: 3", HOSTILE[0], "short: 4"]
+    rows = pa.table({"reason": reasons, "raw": [b"a", b"b", b"c"], "source": ["x"] * 3, "position": [7, 0, 2]})
     (tmp_path / "_quarantine").mkdir()
     pq.write_table(rows, tmp_path / path)
     data = (tmp_path / path).read_bytes()
-    manifest: Any = SimpleNamespace(files={path: FileInfo(len(data), sha256_hex(data))})
+    manifest: Any = SimpleNamespace(files={path: FileInfo(len(data), sha256_hex(data))}, created_by={"config": {}})
     (table,) = quarantine_table(str(tmp_path), manifest)
     assert table.rows == (("short", "2"), (HOSTILE[0], "1"))
     (tmp_path / path).write_bytes(data[:-1])
