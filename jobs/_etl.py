@@ -92,8 +92,8 @@ def _carried_line(manifest: DatasetManifest, carried: Carried) -> str:
 
 
 def summary(manifest: DatasetManifest, output: str) -> str:
-    """Counts, splits, what was rejected and why, what is carried, leakage and digest; for web requests also the columns of
-    their roles and the most frequent suffixes of pages.
+    """Counts, splits, what was rejected and why, what is carried, leakage and digest; of web requests also the columns
+    of their roles and the most frequent suffixes of pages.
     """
     counts = manifest.counts
     dropped = ", ".join(f"{n} {reason}" for reason, n in counts.dropped.items()) or "0"

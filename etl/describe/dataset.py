@@ -20,7 +20,7 @@ from lockstep.etl.write.quarantine import rejected_of
 from lockstep.features.schema.fields import Field
 from lockstep.features.schema.pictures import data_url, image_field
 from lockstep.features.schema.sampled import sampled_of
-from lockstep.features.schema.schema import Schema, class_names_of
+from lockstep.features.schema.schema import Schema, class_names_of, class_word
 from lockstep.features.shards.blocks import Block, dataset_blocks, indexed_blocks, indexed_fields
 from lockstep.storage.dataset.indexed import IndexedManifest, is_indexed, read_indexed
 from lockstep.storage.dataset.manifest import DatasetManifest, load_dataset
@@ -240,10 +240,10 @@ class _Samples:
 
 
 def class_name(value: object, names: Sequence[str] | None) -> str:
-    """A label's value, with the name of its class if there is one: `3 dress`."""
-    if names is None or not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < len(names):
+    """A label's value, with the name of its class if there is one: `3 dress`, `True bought`."""
+    if names is None or not isinstance(value, int) or not 0 <= value < len(names):
         return str(value)
-    return f"{value} {names[value]}"
+    return f"{value} {class_word(value, names)}"
 
 
 @dataclass(frozen=True)
@@ -346,7 +346,7 @@ def _number_of_classes(label: Field, names: Sequence[str] | None) -> int:
 def _class_texts(label: Field, names: Sequence[str] | None) -> Sequence[str] | None:
     """What a page calls each class of a label; None for a label that is a number, or a text."""
     if label.dtype == "bool":
-        return ("False", "True")
+        return [class_name(value, names) for value in (False, True)]
     classes = 0 if label.dtype == "string" else _number_of_classes(label, names)
     return [class_name(number, names) for number in range(classes)] or None
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import io
+import re
 import tarfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +24,8 @@ from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.errors import ConfigError, DataError, NotFoundError
 from lockstep.storage.verify import verify
 from lockstep.training.config import TrainConfig
-from tests.builders.evaluations import predict
+from lockstep.training.results.report import write_report
+from tests.builders.evaluations import evaluate, predict
 from tests.training._threads import run, run_threads
 
 from .test_image_pieces import make_tar, make_tree
@@ -187,3 +190,17 @@ def test_an_export_says_that_it_takes_the_datasets_pixels_unless_it_takes_files(
     outputs = raw(image=tf.constant([files["cat/1.png"]]))["prediction"].numpy()
     by_name = lockstep.predict(url, images=tmp_path / "set" / "cat" / "1.png")
     assert np.allclose(outputs[0], by_name["prediction"][0], atol=1e-6)
+
+
+def test_the_report_names_the_files_of_misjudged_pictures(trained: dict[str, Any]) -> None:
+    data, url = trained["data"], trained["run"]
+    found = evaluate(url, str(data), "test", run_threads, batch=3, pictures=True)
+    content = named(data, trained["manifest"])
+    assert len(found["misjudged"]) > 1
+    for one in found["misjudged"]:
+        pixels = np.asarray(Image.open(io.BytesIO(base64.b64decode(one["picture"].partition(",")[2]))))
+        assert content[one["file"]] == pixels.tobytes() and Path(one["file"]).parent.name == one["true"]
+    page = Path(write_report(url, found)).read_text()
+    for one in found["misjudged"]:
+        assert len(re.findall(f'<img [^>]*alt="[^"]*: {re.escape(one["file"])}"', page)) == 1
+        assert len(re.findall(f"<figcaption>[^<]*: {re.escape(one['file'])}</figcaption>", page)) == 1
