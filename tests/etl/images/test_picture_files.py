@@ -154,6 +154,16 @@ def test_predictions_name_files_and_raw_pictures_are_those_of_the_dataset(traine
     assert all(Path(file).parent.name == name for file, name in zip(stored["file"], stored["label_name"], strict=True))
 
 
+def test_a_folder_of_pictures_is_no_dataset_and_the_error_says_what_takes_it(
+    trained: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = make_tree(tmp_path / "new", {"a.png": png(5)})
+    with pytest.raises(NotFoundError, match="no dataset at") as caught:
+        predict(trained["run"], str(folder), "test", str(tmp_path / "out"), run_threads)
+    (call,) = re.findall(r"lockstep\.predict\([^)]*images=[^)]*\)", caught.value.next_step)
+    assert list(eval(call)["file"]) == [f"{folder}/a.png"]  # noqa: S307 # the call that the error names runs as it stands
+
+
 def test_a_folder_of_raw_pictures(trained: dict[str, Any], tmp_path: Path) -> None:
     url, root = trained["run"], make_tree(tmp_path / "new", {"b.png": png(5, 7, 4), "a/x.png": png(6), "note.txt": b""})
     found = lockstep.predict(url, images=root)
