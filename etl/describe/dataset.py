@@ -17,6 +17,7 @@ from lockstep.etl.describe.by_split import ComparedColumn, compared, in_order
 from lockstep.etl.describe.statistics import ColumnStats, ColumnSummary
 from lockstep.etl.split.warnings import label_lines
 from lockstep.etl.write.quarantine import rejected_of
+from lockstep.features.images.intake import IMAGE
 from lockstep.features.schema.fields import Field
 from lockstep.features.schema.pictures import data_url, image_field
 from lockstep.features.schema.sampled import sampled_of
@@ -105,9 +106,26 @@ def dataset_tables(manifest: DatasetManifest) -> Iterator[Table]:
         named.append((f"and {len(manifest.source) - MAX_SOURCES} more", ""))
     if named:  # the input of indexed files are the shards
         yield Table("Input", ("file", "size"), tuple(named))
-    config = [(key, words(value)) for key, value in sorted(manifest.created_by["config"].items())]
+    config = [(key, words(value)) for key, value in sorted(_used(manifest).items())]
     if config:
         yield Table("Configuration", (), tuple(config))
+
+
+def _used(manifest: DatasetManifest) -> dict[str, Any]:
+    """The configuration, with what the job used where a flag was left out: the place of the quarantine, and size,
+    channels and number of classes of pictures.
+    """
+    config = dict(manifest.created_by["config"])
+    used: dict[str, Any] = {}
+    if any(path.startswith("_quarantine/") for path in manifest.files):
+        used["quarantine"] = "_quarantine, in the dataset"
+    if config.get("job") == "etl_images":
+        fields = {field.name: field for field in Schema.from_json(manifest.schema)}
+        image, label = fields[IMAGE], fields["label"]
+        sides = image.encoding or dict(zip(("height", "width", "channels"), image.shape, strict=False))
+        used |= {"image_size": [sides["height"], sides["width"]], "channels": sides["channels"]}
+        used["num_classes"] = label.num_classes
+    return config | {name: value for name, value in used.items() if config.get(name) is None}
 
 
 def _fields(schema: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:

@@ -36,8 +36,8 @@ from lockstep.features.schema.pictures import data_url, image_field
 from lockstep.jobs import describe as job
 from lockstep.jobs import index
 from lockstep.storage.dataset.manifest_entries import FileInfo
-from lockstep.storage.documents import sha256_hex
-from lockstep.storage.errors import ConfigError, CorruptionError, ExistsError, NotFoundError
+from lockstep.storage.documents import seal, sha256_hex
+from lockstep.storage.errors import ConfigError, CorruptionError, DataError, ExistsError, NotFoundError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file
 from tests.jobs.test_index import write
@@ -278,3 +278,12 @@ def test_pictures_come_from_tensors_and_from_stored_files() -> None:
     for refused in (b"<svg onload=alert(1)>", b"", b"\x89PNG\r\n\x1a\n" + bytes(1 << 19)):  # the last is too large
         assert data_url(refused, stored) is None
     assert shown("a\tb\u202e", 10) == r"a\tb\u202e" and shown("abcdef", 4) == "abc…"
+
+
+def test_a_model_is_called_a_model_and_no_changed_dataset(tmp_path: Path) -> None:
+    for kind in ("model", "predictions"):
+        (tmp_path / kind).mkdir()
+        (tmp_path / kind / "_manifest.json").write_bytes(seal({"format_version": 1, "kind": kind, "files": {}}))
+        with pytest.raises(DataError, match=f"this is a {kind}, not a dataset") as caught:
+            describe(str(tmp_path / kind))
+        assert "changed" not in caught.value.next_step

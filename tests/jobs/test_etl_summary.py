@@ -12,11 +12,13 @@ import pandas as pd
 import pytest
 from PIL import Image
 
+from lockstep.etl.describe.dataset import dataset_tables
 from lockstep.etl.images import job as image_sets
 from lockstep.etl.images.config import ImagesConfig
 from lockstep.etl.logs import job as logs
 from lockstep.etl.logs.config import LogsConfig
 from lockstep.jobs._etl import summary
+from lockstep.storage.dataset.manifest import load_dataset
 from lockstep.storage.errors import DataError
 
 if TYPE_CHECKING:
@@ -77,10 +79,18 @@ def test_rejected_pictures_are_counted_by_reason_and_named(spark: SparkSession, 
         printed = summary(image_sets.run(spark, of_images(pictures, output, "20%", quarantine)), str(output))
         counts, first, folder = said(printed)
         rows = pd.read_parquet(folder)
+        made = load_dataset(str(output))
+        (configured,) = (dict(table.rows) for table in dataset_tables(made) if table.title == "Configuration")
+        assert (configured["channels"], configured["num_classes"], configured["image_size"]) == ("3", "2", "8, 8")
+        assert configured["quarantine"] == (quarantine or "_quarantine, in the dataset")
         assert len(rows) == 5 and counts == rows["reason"].value_counts().to_dict() and len(counts) == 2
         assert first == sorted(rows["source"])[:3] == [f"{pictures}/cat/bad-{number}.png" for number in range(3)]
     none = of_images(pictures, tmp_path / "out-none", "20%", "none")
     assert "not kept" in summary(image_sets.run(spark, none), none.output)
+    (configured,) = (
+        dict(one.rows) for one in dataset_tables(load_dataset(none.output)) if one.title == "Configuration"
+    )
+    assert configured["quarantine"] == "none"
     good = of_images(tree(tmp_path / "good", bad=0), tmp_path / "out-good", "0%")
     assert "quarantine:" not in summary(image_sets.run(spark, good), good.output)
 

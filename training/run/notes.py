@@ -110,9 +110,9 @@ def of_base_rates(
     if not far:
         return []
     # Two classes are equally far apart: report class 1.
-    _, number, (before, after) = max(far, key=lambda one: (round(one[0], 6), one[1]))
+    _, number, (learnt, here) = max(far, key=lambda one: (round(one[0], 6), one[1]))
     return [
-        f"class {class_word(number, names)} is {after:.2%} of split `{split}` and {before:.2%} of the training data: "
+        f"class {class_word(number, names)} is {here:.2%} of split `{split}` and {learnt:.2%} of the training data: "
         "probabilities, log loss and accuracy do not carry over; next: compare the splits with lockstep describe, "
         "and check whether --sample has left rows out"
     ]
