@@ -64,6 +64,12 @@ def of_images(folder: Path, output: Path, max_bad: str, quarantine: str | None =
     )  # fmt: skip
 
 
+def configuration(dataset: str) -> dict[str, str]:
+    """The table Configuration of lockstep describe."""
+    (rows,) = (one.rows for one in dataset_tables(load_dataset(dataset)) if one.title == "Configuration")
+    return {row[0]: row[1] for row in rows}
+
+
 def said(printed: str) -> tuple[dict[str, int], list[str], str]:
     """The counts by reason, the first places and the folder that a summary names."""
     found = re.search(r"^quarantine: (.*); first (.*); all in (.*)$", printed, re.MULTILINE)
@@ -79,18 +85,14 @@ def test_rejected_pictures_are_counted_by_reason_and_named(spark: SparkSession, 
         printed = summary(image_sets.run(spark, of_images(pictures, output, "20%", quarantine)), str(output))
         counts, first, folder = said(printed)
         rows = pd.read_parquet(folder)
-        made = load_dataset(str(output))
-        (configured,) = (dict(table.rows) for table in dataset_tables(made) if table.title == "Configuration")
+        configured = configuration(str(output))
         assert (configured["channels"], configured["num_classes"], configured["image_size"]) == ("3", "2", "8, 8")
         assert configured["quarantine"] == (quarantine or "_quarantine, in the dataset")
         assert len(rows) == 5 and counts == rows["reason"].value_counts().to_dict() and len(counts) == 2
         assert first == sorted(rows["source"])[:3] == [f"{pictures}/cat/bad-{number}.png" for number in range(3)]
     none = of_images(pictures, tmp_path / "out-none", "20%", "none")
     assert "not kept" in summary(image_sets.run(spark, none), none.output)
-    (configured,) = (
-        dict(one.rows) for one in dataset_tables(load_dataset(none.output)) if one.title == "Configuration"
-    )
-    assert configured["quarantine"] == "none"
+    assert configuration(none.output)["quarantine"] == "none"
     good = of_images(tree(tmp_path / "good", bad=0), tmp_path / "out-good", "0%")
     assert "quarantine:" not in summary(image_sets.run(spark, good), good.output)
 
@@ -109,9 +111,8 @@ def test_rejected_lines_are_counted_without_their_values_and_named(spark: SparkS
     assert counts == rows["reason"].str.split(": ").str[0].value_counts().to_dict()
     assert counts == {"bad_value:seen": 2, "too_many_fields": 1}
     assert first == [f"{row.source} at byte {row.position}" for row in rows.itertuples()]
-    assert [(tmp_path / "log.csv").read_bytes()[row.position :][:4] for row in rows.itertuples()] == [
-        b"soon", b"late", b"1,2,",
-    ]  # fmt: skip
+    data = (tmp_path / "log.csv").read_bytes()
+    assert [data[at : at + 4] for at in rows["position"].tolist()] == [b"soon", b"late", b"1,2,"]
 
 
 def test_files_that_are_left_out_do_not_thin_the_share_of_bad_pictures(spark: SparkSession, tmp_path: Path) -> None:
