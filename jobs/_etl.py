@@ -20,6 +20,7 @@ from lockstep.etl.split.leakage import content_line
 from lockstep.etl.tables import TableConfig
 from lockstep.etl.write.carried import Carried, carried_files, carried_in
 from lockstep.etl.write.config import OutputConfig
+from lockstep.etl.write.quarantine import rejected_of
 from lockstep.storage.dataset.manifest import DatasetManifest, load_dataset
 from lockstep.storage.errors import ExistsError, require
 from lockstep.storage.fs import filesystem
@@ -27,6 +28,7 @@ from lockstep.storage.urls import absolute
 
 FIELDS = {"input": "inputs", "null_text": "null_texts"}
 """Fields of the configurations whose flags have other names."""
+MOST_REASONS = 5  # in the summary
 BY_PLACE = (
     "ids: records are known by file and position, so an edited or renamed file moves its records to other splits;"
     " --id-columns avoids that\n"
@@ -93,8 +95,8 @@ def _carried_line(manifest: DatasetManifest, carried: Carried) -> str:
 
 
 def summary(manifest: DatasetManifest, output: str) -> str:
-    """Counts, splits, what is carried, leakage and digest, in two to four lines; for web requests also the columns of
-    their roles and the most frequent suffixes of pages.
+    """Counts, splits, what was rejected and why, what is carried, leakage and digest; of web requests also the columns
+    of their roles and the most frequent suffixes of pages.
     """
     counts = manifest.counts
     dropped = ", ".join(f"{n} {reason}" for reason, n in counts.dropped.items()) or "0"
@@ -108,12 +110,27 @@ def summary(manifest: DatasetManifest, output: str) -> str:
     return (
         f"{output}: {counts.read - reopened} read{again}, {counts.written} written ({splits}),"
         f" {counts.quarantined} quarantined, dropped {dropped}\n"
+        + rejected_line(manifest, output)
         + ("" if carried is None else f"{_carried_line(manifest, carried)}\n")
         + "".join(f"{line}\n" for line in _web_lines(manifest))
         + ("" if leaks is None else f"{leaks}\n")
         + (BY_PLACE if manifest.created_by["config"].get("id_columns") == [] else "")
         + f"digest {manifest.digest}"
     )
+
+
+def rejected_line(manifest: DatasetManifest, output: str) -> str:
+    """Return a line that counts what was rejected by reason, names the first places and where all of it is; "" for no
+    rejected input.
+    """
+    if not manifest.counts.quarantined:
+        return ""
+    found = rejected_of(absolute(output), manifest, apart=True)
+    if found is None:
+        return "quarantine: not kept (--quarantine none)\n"
+    reasons = [f"{count} {why}" for why, count in list(found.reasons.items())[:MOST_REASONS]]
+    more = [f"{len(found.reasons) - MOST_REASONS} more reasons"] if len(found.reasons) > MOST_REASONS else []
+    return f"quarantine: {', '.join([*reasons, *more])}; first {', '.join(found.first)}; all in {found.url}\n"
 
 
 def _web_lines(manifest: DatasetManifest) -> list[str]:

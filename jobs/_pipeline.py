@@ -18,6 +18,8 @@ from lockstep.etl.logs.config import LogsConfig
 from lockstep.etl.tables import TableConfig
 from lockstep.jobs import _train, etl_images, etl_logs, etl_table, evaluate, train
 from lockstep.jobs._cli import JobParser, read_toml, refuse_idle
+from lockstep.jobs._etl import rejected_line
+from lockstep.jobs.pipeline import KEYS
 from lockstep.process.own_code import imported_here
 from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.errors import ConfigError, CorruptionError, nearest, require
@@ -149,6 +151,7 @@ class Pipeline:
         """Run all steps in order; the first failure ends the pipeline with its error."""
         began = time.monotonic()
         manifest = self._step("etl", lambda: self._run_etl(spark))
+        print(rejected_line(manifest, self.dataset), end="", flush=True)
         self._step("verify", self._verify)
         config = _train.config_of(self.train_args)
         launch = OnSpark(spark)
@@ -227,9 +230,9 @@ def _table(document: dict[str, object], name: str) -> dict[str, object]:
 
 def _own(path: str) -> Namespace:
     job = JobParser("pipeline", "The table [pipeline].", "pipeline")
-    job.add_argument("--name", required=True)
-    job.add_argument("--metric", required=True)
-    job.add_argument("--at-least", default="baseline")
+    job.add_argument("--name", required=True, help=KEYS["name"])
+    job.add_argument("--metric", required=True, help=KEYS["metric"])
+    job.add_argument("--at-least", default="baseline", help=KEYS["at_least"])
     own = job.parse(["--config", path])
     if not _NAME.fullmatch(own.name):
         job.error(

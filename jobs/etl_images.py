@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from lockstep.etl.choices import SOURCES, STORES
-from lockstep.features.images.choices import FITS, MAX_PIXELS, ROTATIONS
+from lockstep.features.images.choices import FIT_WORDS, MAX_PIXELS, ROTATIONS
 from lockstep.jobs._cli import JobParser, names, run_job
 from lockstep.jobs._etl_flags import add_output_flags, output_values
 from lockstep.spark.session import hadoop_settings_of, spark_session
@@ -27,16 +27,12 @@ def parser() -> JobParser:
     job = JobParser("etl_images", __doc__ or "", "etl_images")
     flag = job.add_argument
     flag("--source", default="idx", metavar="KIND", help=f"{' | '.join(SOURCES)} (default idx); cifar: binary version")
-    flag("--image-size", metavar="HxW", help="bring images to this size (default: unchanged; folder, tar: required)")
-    flag("--fit", default="resize", metavar="HOW", help=f"how they get that size: {' | '.join(FITS)} (default resize)")
+    flag("--image-size", metavar="HxW", help="bring images to this size (default: unchanged; files need it; no HEIC)")
+    flag("--fit", default="resize", metavar="HOW", help=f"how they get that size: {FIT_WORDS}")
     flag("--rotate", type=int, default=0, metavar="DEGREES", help=f"turn clockwise: {' | '.join(map(str, ROTATIONS))}")
     flag("--channels", type=int, metavar="N", help="1 grey | 3 RGB (default: as in idx, cifar and npz; 3 for files)")
-    flag(
-        "--store",
-        default="pixels",
-        metavar="WHAT",
-        help=f"{' | '.join(STORES)}: pixels (default), or the unchanged files",
-    )
+    stored = f"{' | '.join(STORES)}: pixels (default), or the unchanged files"
+    flag("--store", default="pixels", metavar="WHAT", help=stored)
     flag("--num-classes", type=int, metavar="N", help="labels are 0 to N-1 (default 10, cifar100 100, named ones: all)")
     flag("--classes", metavar="A,B,...", help="all classes, also of later data (default: those that are found)")
     flag("--image-column", default="image", metavar="NAME", help="parquet: encoded images, as in image.bytes")

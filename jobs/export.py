@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from lockstep.training.results.export_run import Format
 
 FORMATS: tuple[Format, ...] = ("keras", "savedmodel")
+PIXELS = (
+    "note: the model takes pixels as lockstep etl_images made them; other loaders of files make others, and predictions"
+    " get worse. A dataset with --store encoded gives a SavedModel that takes files (docs/prediction.md, Picture files)"
+)
 
 
 def parser() -> JobParser:
@@ -40,6 +44,8 @@ def main(argv: Sequence[str]) -> int:
     print(f"{done.output}: the model of checkpoint {', '.join(map(str, (done.checkpoint, *done.others)))}")
     for column, reason in done.not_raw.items():
         print(f"no signature `raw`: column `{column}`: {reason}")
+    if done.takes_pixels:
+        print(PIXELS)
     return 0
 
 

@@ -18,10 +18,20 @@ from lockstep.storage.urls import absolute, join
 if TYPE_CHECKING:
     from lockstep.jobs._pipeline import Outcome
 
+KEYS = {
+    "name": "names its folder in --out",
+    "metric": "the metric of the evaluation that decides, such as auc",
+    "at_least": "the value that it must reach, or baseline (the default): that of [evaluate]'s baseline; else exit 1",
+}
+"""The keys of the table [pipeline]."""
+STEPS = "one of [etl_logs], [etl_images] and [etl_table], [train] and [evaluate]"
+
 
 def parser() -> JobParser:
     """The command line."""
     job = JobParser("pipeline", __doc__ or "", "pipeline")
+    keys = "; ".join(f"{key}: {words}" for key, words in KEYS.items())
+    job.epilog = f"Each file has the tables {STEPS}, with these jobs' flags as keys, and [pipeline]: {keys}."
     job.add_argument(
         "--out", default=".demo", metavar="URL", help="results are written to a new folder in it (default .demo)"
     )

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from lockstep.etl.choices import MAX_DESCRIBED_RECORDS
 from lockstep.etl.columns import class_field
@@ -18,14 +17,16 @@ from lockstep.etl.describe.by_split import ComparedColumn, compared, in_order
 from lockstep.etl.describe.statistics import ColumnStats, ColumnSummary
 from lockstep.etl.reasons import DROPPED, REJECTED, sentence_of
 from lockstep.etl.split.warnings import label_lines
+from lockstep.etl.write.quarantine import rejected_of
+from lockstep.features.images.intake import IMAGE
 from lockstep.features.schema.fields import Field
 from lockstep.features.schema.pictures import data_url, image_field
 from lockstep.features.schema.sampled import sampled_of
-from lockstep.features.schema.schema import Schema, class_names_of
+from lockstep.features.schema.schema import Schema, class_names_of, class_word
 from lockstep.features.shards.blocks import Block, dataset_blocks, indexed_blocks, indexed_fields
 from lockstep.storage.dataset.indexed import IndexedManifest, is_indexed, read_indexed
-from lockstep.storage.dataset.manifest import DatasetManifest, load_dataset, read_checked
-from lockstep.storage.errors import ConfigError, CorruptionError, NotFoundError
+from lockstep.storage.dataset.manifest import DatasetManifest, load_dataset
+from lockstep.storage.errors import ConfigError, NotFoundError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import MANIFEST_NAME
 from lockstep.storage.urls import join
@@ -109,9 +110,26 @@ def dataset_tables(manifest: DatasetManifest) -> Iterator[Table]:
         named.append((f"and {len(manifest.source) - MAX_SOURCES} more", ""))
     if named:  # the input of indexed files are the shards
         yield Table("Input", ("file", "size"), tuple(named))
-    config = [(key, words(value)) for key, value in sorted(manifest.created_by["config"].items())]
+    config = [(key, words(value)) for key, value in sorted(_used(manifest).items())]
     if config:
         yield Table("Configuration", (), tuple(config))
+
+
+def _used(manifest: DatasetManifest) -> dict[str, Any]:
+    """The configuration, with what the job used where a flag was left out: the place of the quarantine, and size,
+    channels and number of classes of pictures.
+    """
+    config = dict(manifest.created_by["config"])
+    used: dict[str, Any] = {}
+    if any(path.startswith("_quarantine/") for path in manifest.files):
+        used["quarantine"] = "_quarantine, in the dataset"
+    if config.get("job") == "etl_images":
+        fields = {field.name: field for field in Schema.from_json(manifest.schema)}
+        image, label = fields[IMAGE], fields["label"]
+        sides = image.encoding or dict(zip(("height", "width", "channels"), image.shape, strict=False))
+        used |= {"image_size": [sides["height"], sides["width"]], "channels": sides["channels"]}
+        used["num_classes"] = label.num_classes
+    return config | {name: value for name, value in used.items() if config.get(name) is None}
 
 
 def _fields(schema: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
@@ -152,22 +170,9 @@ def indexed_tables(manifest: IndexedManifest) -> list[Table]:
 
 def quarantine_table(url: str, manifest: DatasetManifest) -> list[Table]:
     """Why input was rejected; the raw bytes that the files hold are never shown."""
-    reasons: Counter[str] = Counter()
-    for path, info in sorted(manifest.files.items()):
-        if not path.startswith("_quarantine/"):
-            continue
-        data = read_checked(filesystem(url), url, path, info)
-        try:
-            reasons.update(pq.read_table(pa.BufferReader(data), columns=["reason"]).column("reason").to_pylist())
-        except (pa.ArrowException, OSError, KeyError) as error:
-            raise CorruptionError(
-                "a quarantine file cannot be read",
-                file=join(url, path),
-                got=str(error).splitlines()[0],
-                allowed="Parquet with a column `reason`",
-            ) from None
-    counted = sorted(reasons.items(), key=lambda item: (-item[1], str(item[0])))
-    rows = tuple((str(why), str(n), sentence_of(REJECTED, str(why))) for why, n in counted)
+    found = rejected_of(url, manifest)
+    counts = {} if found is None else found.reasons
+    rows = tuple((why, str(count), sentence_of(REJECTED, why)) for why, count in counts.items())
     return [Table(QUARANTINE, ("reason", "records", "meaning"), rows)] if rows else []
 
 
@@ -258,10 +263,10 @@ class _Samples:
 
 
 def class_name(value: object, names: Sequence[str] | None) -> str:
-    """A label's value, with the name of its class if there is one: `3 dress`."""
-    if names is None or not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < len(names):
+    """A label's value, with the name of its class if there is one: `3 dress`, `True bought`."""
+    if names is None or not isinstance(value, int) or not 0 <= value < len(names):
         return str(value)
-    return f"{value} {names[value]}"
+    return f"{value} {class_word(value, names)}"
 
 
 @dataclass(frozen=True)
@@ -364,7 +369,7 @@ def _number_of_classes(label: Field, names: Sequence[str] | None) -> int:
 def _class_texts(label: Field, names: Sequence[str] | None) -> Sequence[str] | None:
     """What a page calls each class of a label; None for a label that is a number, or a text."""
     if label.dtype == "bool":
-        return ("False", "True")
+        return [class_name(value, names) for value in (False, True)]
     classes = 0 if label.dtype == "string" else _number_of_classes(label, names)
     return [class_name(number, names) for number in range(classes)] or None
 

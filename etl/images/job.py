@@ -64,6 +64,11 @@ class Tally(Counts):
     folders: tuple[ClassFolder, ...] = ()
     without_class: int = 0
 
+    @property
+    def judged(self) -> int:
+        """The number of pictures: other files, which are left out by their names, are none of them."""
+        return self.read - sum(self.dropped.values())
+
 
 def tally_of(parsed: DataFrame, most_classes: int = MAX_CLASSES) -> Tally:
     """Count the rows of lockstep.etl.images.source in one pass. Raises DataError for more than `most_classes` classes,

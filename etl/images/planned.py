@@ -79,7 +79,12 @@ class Known:
     @property
     def read(self) -> int:
         """The number of records."""
-        return len(self.files) + len(self.bad) + sum(self.dropped.values())
+        return self.judged + sum(self.dropped.values())
+
+    @property
+    def judged(self) -> int:
+        """The number of records without those that are left out, of which --max-bad is a share."""
+        return len(self.files) + len(self.bad)
 
     @cached_property
     def classes(self) -> tuple[str, ...]:
@@ -139,13 +144,13 @@ def refuse(config: ImagesConfig, known: Known) -> None:
         refuse_layout(known.folders)
     except DataError as error:
         raise NotPlannable(error.what) from None
-    refuse_bad(config, known.read, len(known.bad))
+    refuse_bad(config, known.judged, len(known.bad))
 
 
-def refuse_bad(config: ImagesConfig, read: int, bad: int) -> None:
+def refuse_bad(config: ImagesConfig, judged: int, bad: int) -> None:
     """Raise NotPlannable for more rejected records than --max-bad allows."""
-    if bad and Fraction(bad, read) > config.max_bad_share:
-        raise NotPlannable(f"{bad} of {read} are bad")
+    if bad and Fraction(bad, judged) > config.max_bad_share:
+        raise NotPlannable(f"{bad} of {judged} are bad")
 
 
 @dataclass(frozen=True)
@@ -320,7 +325,7 @@ class _Planned:
         broken = [row for shard in made for row in shard.bad]
         early = {place for shard in made for place in shard.early}
         bad = [*known.bad, *broken]
-        refuse_bad(plans.config, known.read, len(bad))
+        refuse_bad(plans.config, known.judged, len(bad))
         if early:
             raise _FoundEarly([row for row in broken if (row[c.SOURCE], row[c.POSITION]) in early])
         paths = DatasetPaths(staging.root)

@@ -38,6 +38,11 @@ class Counts:
     lines: int | None = None
     bad_lines: int | None = None
 
+    @property
+    def judged(self) -> int:
+        """The number of records of which --max-bad is a share."""
+        return self.read
+
 
 @dataclass(frozen=True, kw_only=True)
 class Labelled:
@@ -101,7 +106,7 @@ class Input(ABC, Generic[C]):
             counts = self.counted(parsed)
             rejected = parsed.where(self.is_rejected)
             lines = None if counts.lines is None or counts.bad_lines is None else (counts.bad_lines, counts.lines)
-            check_bad(config, rejected, urls, counts.bad, counts.read, lines=lines, look=self.look)
+            check_bad(config, rejected, urls, counts.bad, counts.judged, lines=lines, look=self.look)
             found = self.labelled(parsed, counts)
             origin = Origin(
                 sources=found.sources,

@@ -265,7 +265,8 @@ def write_late(
     assert whole.quarantine is not None and whole.read is not None
     check_keys(results, table, keys)
     urls = [source.url for source in whole.sources]
-    check_bad(config, whole.quarantine, urls, whole.quarantined, whole.read)
+    judged = whole.read - sum(whole.dropped.values())  # of images, other files are left out by their names
+    check_bad(config, whole.quarantine, urls, whole.quarantined, judged)
     splits, files = placed(fs, paths, results, table, write.fmt)
     _refuse_empty(splits)
     return Written(splits, files, whole, found.where(f"{SAMPLE_ID} IS NOT NULL"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -14,12 +15,14 @@ from lockstep.etl import columns as c
 from lockstep.etl.spark.session import job_description
 from lockstep.etl.spark.tasks import by_partition, mapped, partition_of_task, upload
 from lockstep.etl.write.checks import refuse_existing
-from lockstep.etl.write.config import WriteConfig
+from lockstep.etl.write.config import NOT_KEPT, WriteConfig
 from lockstep.etl.write.shards import RUN_AGAIN, move
 from lockstep.etl.write.staging import Staging, clean, clean_quarantine
+from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.dataset.manifest_entries import FileInfo, SourceInfo
 from lockstep.storage.digest import digest_of
-from lockstep.storage.errors import DataError
+from lockstep.storage.errors import CorruptionError, DataError
+from lockstep.storage.fs import filesystem
 from lockstep.storage.urls import join
 
 if TYPE_CHECKING:
@@ -40,6 +43,9 @@ _RESULT = pa.schema(
 )
 PART_BYTES = 128 << 20
 GROUP_ROWS = 1024
+FIRST_PLACES = 3
+_SHOWN = ["source", "position", "reason"]
+_INSIDE = "_quarantine/"
 
 
 def write_quarantine(
@@ -159,7 +165,7 @@ def place_quarantine(staging: Staging, folder: str, origin: Origin, urls: tuple[
     for number, (attempt, info) in enumerate(written):
         name = f"part-{number:05d}.parquet"
         move(staging.fs, attempt, join(folder, name))
-        files[f"_quarantine/{name}"] = info
+        files[f"{_INSIDE}{name}"] = info
     return files
 
 
@@ -167,3 +173,57 @@ def file_of(urls: Sequence[str], row: Row | Mapping[str, Any]) -> str:
     """The URL of the file that a rejected record comes from."""
     url = urls[row[c.SOURCE]]
     return url if row[c.PLACE] is None else join(url, row[c.PLACE])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rejected:
+    """What a quarantine holds: the URL of its folder, the records of each reason, most frequent first, and the places
+    of the first FIRST_PLACES, `FILE` or `FILE at byte POSITION`.
+    """
+
+    url: str
+    reasons: Mapping[str, int]
+    first: tuple[str, ...]
+
+
+def rejected_of(url: str, manifest: DatasetManifest, *, apart: bool = False) -> Rejected | None:
+    """Read what was rejected when the dataset at `url` was made, without its bytes; None if nothing was kept.
+
+    A reason counts without the values that follow it, which may be different in each record. With `apart` the folder of
+    --quarantine URL is read too. Raises CorruptionError for a damaged file, NotFoundError for one that is gone.
+    """
+    folder = manifest.created_by["config"].get("quarantine")
+    if folder in (None, NOT_KEPT):
+        folder = join(url, _INSIDE.rstrip("/"))
+        files = [join(url, path) for path in sorted(manifest.files) if path.startswith(_INSIDE)]
+    else:
+        listed = filesystem(folder).list(folder) if apart else []
+        files = sorted(entry.url for entry in listed if entry.name.endswith(".parquet"))
+    if not files:
+        return None
+    reasons: Counter[str] = Counter()
+    places: list[tuple[str, int]] = []
+    for file in files:
+        for batch in _rejected_rows(file):
+            reasons.update(str(reason).partition(": ")[0] for reason in batch.column("reason").to_pylist())
+            ends = zip(batch.column("source").to_pylist(), batch.column("position").to_pylist(), strict=True)
+            places = sorted([*places, *ends])[:FIRST_PLACES]
+    first = tuple(f"{source} at byte {position}" if position else str(source) for source, position in places)
+    return Rejected(url=folder, reasons=dict(reasons.most_common()), first=first)
+
+
+def _rejected_rows(url: str) -> Iterator[pa.RecordBatch]:
+    """The rows of a quarantine file without their bytes, of which only these columns are read."""
+    with filesystem(url).open_read(url) as file:
+        try:
+            opened = pq.ParquetFile(file, page_checksum_verification=True)
+            if missing := set(_SHOWN) - set(opened.schema_arrow.names):
+                raise KeyError(f"no column {', '.join(sorted(missing))}")
+            yield from opened.iter_batches(columns=_SHOWN)
+        except (pa.ArrowException, OSError, KeyError) as error:
+            raise CorruptionError(
+                "a quarantine file cannot be read",
+                file=url,
+                got=str(error).splitlines()[0],
+                allowed=f"Parquet with the columns {', '.join(_SHOWN)}",
+            ) from None

@@ -12,6 +12,7 @@ from tests.docs.steps import ROOT
 
 PAGES = [
     "README.md",
+    "SKILL.md",
     *sorted(str(path.relative_to(ROOT)) for folder in ("docs", "examples") for path in (ROOT / folder).rglob("*.md")
             if "decisions" not in path.parts),
 ]  # fmt: skip

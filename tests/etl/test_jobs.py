@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from lockstep.features.images.choices import FIT_WORDS, FITS
+from lockstep.features.images.resize import fit
 from lockstep.jobs import etl_images, etl_logs
 from lockstep.storage.errors import ConfigError, DataError, ExistsError, LockstepError, NotFoundError
 
@@ -51,3 +54,14 @@ def test_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
             "--config",
         ]:
             assert flag in text
+
+
+def test_the_fits_do_what_their_help_says() -> None:
+    """A white picture twice as wide as high, with a black rim at its left and right."""
+    wide = np.full((1, 8, 16, 1), 255, dtype=np.uint8)
+    wide[:, :, :4] = wide[:, :, 12:] = 0
+    stretched, cut, kept = (fit(wide, 4, 4, how)[0, :, :, 0].tolist() for how in FITS)
+    assert [name in FIT_WORDS for name in FITS] == [True] * 3
+    assert stretched == [[0, 255, 255, 0]] * 4, "all of it, narrower"
+    assert cut == [[255] * 4] * 4, "its middle"
+    assert kept == [[0] * 4, [0, 255, 255, 0], [0, 255, 255, 0], [0] * 4], "all of it in its shape, black around it"

@@ -37,8 +37,8 @@ from lockstep.features.schema.pictures import data_url, image_field
 from lockstep.jobs import describe as job
 from lockstep.jobs import index
 from lockstep.storage.dataset.manifest_entries import FileInfo
-from lockstep.storage.documents import sha256_hex
-from lockstep.storage.errors import ConfigError, CorruptionError, ExistsError, NotFoundError
+from lockstep.storage.documents import seal, sha256_hex
+from lockstep.storage.errors import ConfigError, CorruptionError, DataError, ExistsError, NotFoundError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file
 from tests.jobs.test_index import write
@@ -243,11 +243,12 @@ def test_a_split_with_one_class_is_named(tmp_path: Path) -> None:
 
 def test_reasons_of_the_quarantine_are_counted_and_damage_is_told(tmp_path: Path) -> None:
     path = "_quarantine/part-00000.parquet"
-    rows = pa.table({"reason": ["bad_value:a", HOSTILE[0], "bad_value:a"], "raw": [b"a", b"b", b"c"]})
+    reasons = ["bad_value:a: 3", HOSTILE[0], "bad_value:a: 4"]
+    rows = pa.table({"reason": reasons, "raw": [b"a", b"b", b"c"], "source": ["x"] * 3, "position": [7, 0, 2]})
     (tmp_path / "_quarantine").mkdir()
     pq.write_table(rows, tmp_path / path)
     data = (tmp_path / path).read_bytes()
-    manifest: Any = SimpleNamespace(files={path: FileInfo(len(data), sha256_hex(data))})
+    manifest: Any = SimpleNamespace(files={path: FileInfo(len(data), sha256_hex(data))}, created_by={"config": {}})
     (table,) = quarantine_table(str(tmp_path), manifest)
     sentence = "The field has no value of its type; VALUE shows 60 characters at most."
     assert table.rows == (("bad_value:a", "2", sentence), (HOSTILE[0], "1", ""))
@@ -288,3 +289,12 @@ def test_pictures_come_from_tensors_and_from_stored_files() -> None:
     for refused in (b"<svg onload=alert(1)>", b"", b"\x89PNG\r\n\x1a\n" + bytes(1 << 19)):  # the last is too large
         assert data_url(refused, stored) is None
     assert shown("a\tb\u202e", 10) == r"a\tb\u202e" and shown("abcdef", 4) == "abc…"
+
+
+def test_a_model_is_called_a_model_and_no_changed_dataset(tmp_path: Path) -> None:
+    for kind in ("model", "predictions"):
+        (tmp_path / kind).mkdir()
+        (tmp_path / kind / "_manifest.json").write_bytes(seal({"format_version": 1, "kind": kind, "files": {}}))
+        with pytest.raises(DataError, match=f"this is a {kind}, not a dataset") as caught:
+            describe(str(tmp_path / kind))
+        assert "changed" not in caught.value.next_step

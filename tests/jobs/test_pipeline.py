@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,6 +13,7 @@ from lockstep.etl.tables import TableConfig
 from lockstep.jobs import pipeline
 from lockstep.jobs._pipeline import Outcome, Pipeline, table
 from lockstep.storage.errors import ConfigError, DataError, LockstepError, NotFoundError
+from tests.docs.steps import ROOT
 
 LOG = """
 [pipeline]
@@ -176,3 +178,19 @@ def test_the_dataset_may_be_made_of_a_table(conf: Path) -> None:
     with pytest.raises(ConfigError, match="is not a pipeline") as caught:
         Pipeline.load(str(conf), "out")
     assert "one of [etl_logs], [etl_images], [etl_table]" in caught.value.allowed
+
+
+def test_the_help_and_the_tutorial_say_each_key_of_the_table(
+    conf: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit):
+        pipeline.main(["--help"])
+    printed = capsys.readouterr().out
+    conf.write_text(LOG.replace("[pipeline]\n", "[pipeline]\ncolour = 1\n"))
+    with pytest.raises(ConfigError) as caught:
+        Pipeline.load(str(conf), "out")
+    keys = [word.strip("`") for word in re.findall(r"[a-z_]+", caught.value.allowed)]
+    assert {"name", "metric", "at_least"} == set(pipeline.KEYS) <= set(keys), caught.value
+    page = (ROOT / "docs" / "tutorial.md").read_text("utf-8")
+    assert [key for key in pipeline.KEYS if f"{key}: " not in printed or f"\n| `{key}` | " not in page] == []

@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 from typing import Any, Self
 
 from lockstep.features.schema.sampled import Sampled, sampled_of, shares_of_classes
-from lockstep.features.schema.schema import Schema
+from lockstep.features.schema.schema import Schema, class_names_of, class_word
 from lockstep.storage.dataset.manifest import DatasetManifest, load_chain, load_dataset
 from lockstep.storage.documents import parse_canonical
 from lockstep.storage.errors import ConfigError, StorageError, require
@@ -148,7 +148,8 @@ def evaluate(request: EvaluateRequest, launch: Launch) -> dict[str, Any]:
     lockstep.training.results.chosen_on), samples, weighted (the metrics in which the rows' weights count, None if rows
     have none), left_out ({samples, first}: with --bad-images skip, rows of images
     that cannot be decoded), metrics, intervals (95 %, of metrics that have one), class_counts (None if labels are not
-    classes), baseline: None or {name, metrics, intervals, class_counts}, difference (model less baseline, {metric:
+    classes), class_names (None if they have none), baseline: None or {name, metrics, intervals, class_counts},
+    difference (model less baseline, {metric:
     {value, interval}}), compared_by (the metric that decides, None without a baseline), calibration, roc, confusion
     (lockstep.training.scoring.calibration; None where there is none), slices ({name:
     lockstep.training.scoring.slices.metrics_of_slices}), where (the condition, if there is one), earlier (if it was
@@ -183,6 +184,8 @@ def evaluate(request: EvaluateRequest, launch: Launch) -> dict[str, Any]:
     named = where[0] if len(where) == 1 else {key: [one[key] for one in where] for key in ("run", "model")}
     reasons = dict.fromkeys(reason for one in models for reason in one.chosen_on(datasets, split))
     result = {**named, "dataset": request.dataset, "split": split, "chosen_on": list(reasons), **found}
+    names = class_names_of(manifest)
+    result["class_names"] = None if names is None or result["class_counts"] is None else list(names)
     if request.where is not None:
         result["where"] = request.where
     if request.earlier:
@@ -302,13 +305,13 @@ def _doubts(
     kept: Sequence[float] | None,
     thinned: Sequence[float] | None,
 ) -> list[str]:
-    baseline, split = result["baseline"], result["split"]
+    baseline, split, names = result["baseline"], result["split"], result["class_names"]
     trained_on = _before(baseline["class_counts"] if baseline else (trained or {}).get("class_counts"), kept)
     return [
         *notes.of_left_out(result["left_out"], split),
-        *notes.of_classes(result["class_counts"], f"split `{split}`"),
-        *notes.of_classes(trained_on, "what the run was trained on"),
-        *notes.of_base_rates(trained_on, _before(result["class_counts"], thinned), split),
+        *notes.of_classes(result["class_counts"], f"split `{split}`", names),
+        *notes.of_classes(trained_on, "what the run was trained on", names),
+        *notes.of_base_rates(trained_on, _before(result["class_counts"], thinned), split, names),
         *notes.of_metrics(result["metrics"], f"the metrics of split `{split}`"),
         *notes.of_baseline(result),
     ]
@@ -328,7 +331,8 @@ def summary(result: Mapping[str, Any]) -> str:
     head += f" with {len(result['earlier'])} earlier datasets" if result.get("earlier") else ""
     head += f" that meet {result['where']}" if result.get("where") else ""
     if counts is not None:
-        classes = ", ".join(f"{rows} of {number}" for number, rows in enumerate(counts[:SHOWN_CLASSES]))
+        shown = enumerate(counts[:SHOWN_CLASSES])
+        classes = ", ".join(f"{rows} of {class_word(number, result.get('class_names'))}" for number, rows in shown)
         head += f", {classes}" + (", ..." if len(counts) > SHOWN_CLASSES else "")
     if result.get("clusters"):
         head += f"; intervals count {result['clusters']['clusters']} values of {result['clusters']['column']}, not rows"

@@ -11,7 +11,7 @@ import keras
 from lockstep.features.schema.pictures import image_field
 from lockstep.features.schema.schema import Schema, class_names_of
 from lockstep.features.schema.signature import Signature
-from lockstep.storage.dataset.manifest import load_dataset
+from lockstep.storage.dataset.manifest import has_files, load_dataset
 from lockstep.storage.urls import absolute
 from lockstep.training.batches.augmenting import labels_of
 from lockstep.training.batches.training_set import TrainingSet
@@ -24,6 +24,7 @@ from lockstep.training.plan.selection import Selection
 from lockstep.training.reading.open import OpenSplit
 from lockstep.training.reading.selecting import selection_of
 from lockstep.training.results.evaluate import EvaluateOrder
+from lockstep.training.results.predict_rank import FilesOf
 from lockstep.training.results.stored_model import StoredModel
 from lockstep.training.scoring.ensemble import ensemble_of
 from lockstep.training.scoring.misjudged import misjudged
@@ -69,7 +70,7 @@ def run(context: RankContext) -> dict[str, Any]:
                 first.split, outputs[0], comm,
                 batch=request.batch, names=details.class_names, skip_bad_images=first.skip_bad_images,
             )  # fmt: skip
-            found[0] |= {"misjudged": wrong} if wrong else {}
+            found[0] |= {"misjudged": _with_files(wrong, order.datasets, request.split)} if wrong else {}
         if (request.earlier or config.data.tasks is not None) and order.selection is None:
             each = _by_dataset(order, first, scorer, outputs[0])
             found[0] |= {"by_dataset": each} if found[0] else {}
@@ -80,6 +81,16 @@ def run(context: RankContext) -> dict[str, Any]:
     names = [member.run for member in order.members]
     result = scorer.score(replace(first, model=together), members=list(zip(names, outputs, strict=True)))
     return {**result, "members": found} if result else {}
+
+
+def _with_files(wrong: list[dict[str, Any]], datasets: Sequence[str], split: str) -> list[dict[str, Any]]:
+    """Misjudged pictures, each with the `file` that it was where a dataset says so."""
+    ids, files = [one["sample_id"] for one in wrong], dict[int, str]()
+    for url in datasets:
+        manifest = load_dataset(url)
+        if has_files(manifest):
+            files |= FilesOf(url, manifest, split).of_samples(ids)
+    return [{**one, "file": files[one["sample_id"]]} if one["sample_id"] in files else one for one in wrong]
 
 
 def _column_of(baseline: str | None) -> str:

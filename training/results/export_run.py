@@ -31,6 +31,7 @@ from lockstep.training.results.predictor import refuse_tasks
 from lockstep.training.results.stored_model import StoredModel, Which, choose_checkpoint, task_of
 from lockstep.training.run.lineage import CheckpointRef, checkpoints, read_checkpoint
 from lockstep.training.run.paths import RunPaths
+from lockstep.training.run.weights_source import PICTURES_FILE
 
 ENTRY = "lockstep.training.results.export_run:main"
 FORMAT_VERSION = 1
@@ -69,6 +70,8 @@ class Exported:
     """The columns for which a SavedModel has no signature of raw columns, each with the reason."""
     others: tuple[CheckpointRef, ...] = ()
     """The checkpoints of all runs but the first, of a mean of runs."""
+    takes_pixels: bool = False
+    """Whether the model takes pixels that lockstep etl_images made of pictures, not their files."""
 
 
 def export_run(
@@ -118,7 +121,8 @@ def export_run(
     finally:
         if out.exists(staging):
             out.delete(staging, recursive=True)
-    return Exported(output, first.ref, made.not_raw, tuple(one.ref for one in members[1:]))
+    takes_pixels = any(file["name"] == PICTURES_FILE for file in made.files)
+    return Exported(output, first.ref, made.not_raw, tuple(one.ref for one in members[1:]), takes_pixels)
 
 
 @dataclass(frozen=True, slots=True)

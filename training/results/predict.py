@@ -14,7 +14,7 @@ from lockstep.features.schema.schema import Schema
 from lockstep.process.signals import ended_in_order
 from lockstep.storage.dataset.manifest import DatasetManifest, load_dataset
 from lockstep.storage.documents import seal
-from lockstep.storage.errors import ConfigError, CorruptionError, LockstepError, require
+from lockstep.storage.errors import ConfigError, CorruptionError, LockstepError, NotFoundError, require
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem, walk
 from lockstep.storage.progress import Progress
@@ -123,6 +123,21 @@ class RankPredictions(Message):
     files: list[PartFile]
 
 
+def _dataset_at(request: PredictRequest) -> DatasetManifest:
+    """The manifest of the request's dataset. Raises NotFoundError, which also says what to do with a folder of pictures
+    or a file of rows.
+    """
+    try:
+        return load_dataset(request.dataset)
+    except NotFoundError as error:
+        run = request.runs[0]
+        error.next_step = (
+            f"Check the path. Pictures and rows without a dataset go to Python: lockstep.predict({run!r}, "
+            f"images={request.dataset!r}), or lockstep.predict(run, rows). Or run the ETL job first."
+        )
+        raise
+
+
 def predict(request: PredictRequest, launch: Launch) -> Predicted:
     """Write a prediction for every row of the request's split, as Parquet.
 
@@ -140,7 +155,7 @@ def predict(request: PredictRequest, launch: Launch) -> Predicted:
     fs = filesystem(output)
     for run in request.runs:
         check_output(fs, RunPaths(run), output)
-    manifest = load_dataset(request.dataset)
+    manifest = _dataset_at(request)
     rows = rows_of(manifest, split)
     request = replace(request, columns=columns_to_carry(manifest, request.columns))
     members = [Scored.of(run, request.checkpoint, manifest).stored for run in request.runs]

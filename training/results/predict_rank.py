@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from itertools import chain
@@ -200,6 +200,15 @@ class FilesOf:
                 allowed="a row for each record, in the order of its shard",
             )
         return found.column("file")
+
+    def of_samples(self, ids: Collection[int]) -> dict[int, str]:
+        """The files of those of the samples `ids` that the split has."""
+        found: dict[int, str] = {}
+        for number in range(len(self._shards)):
+            table = self._shard(number)
+            mine = table.filter(pc.is_in(table.column("sample_id"), pa.array(ids, pa.int64())))
+            found |= zip(*mine.to_pydict().values(), strict=True)
+        return found
 
     def _shard(self, number: int) -> pa.Table:
         if self._read[0] != number:

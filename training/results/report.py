@@ -9,7 +9,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from lockstep.features.schema.schema import class_names_of
+from lockstep.features.schema.schema import class_names_of, class_word
 from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.documents import seal, unseal_as
 from lockstep.storage.errors import DataError, LockstepError, NotFoundError
@@ -244,8 +244,7 @@ def _result_section(
     later = Markup("").join(Markup("<h3>{}</h3>\n{}").format(name, table(rows, head=True)) for name, rows in others)
     if evaluation is not None:
         name = f"Result on {evaluation['split']}, with 95 % intervals"
-        confused = evaluation["confusion"]
-        counts = _class_words(evaluation["class_counts"] or (), confused and confused["classes"])
+        counts = _class_words(evaluation["class_counts"] or (), evaluation.get("class_names"))
         records = f"{evaluation['samples']} records{f': {counts}' if counts else ''}"
         said = [records, *filter(None, [chosen_words(evaluation.get("chosen_on", ()))]), *_verdict(evaluation, alike)]
         body = Markup("").join(map(paragraph, said))
@@ -305,7 +304,7 @@ def _class_words(counts: Sequence[int], names: Sequence[str] | None) -> str:
     """Say `37 bag, 39 coat`; without names `37 of class 0`."""
     named = names is not None and len(names) == len(counts) and any(not name.isdecimal() for name in names)
     return ", ".join(
-        f"{count} {names[place]}" if named and names is not None else f"{count} of class {place}"
+        f"{count} {class_word(place, names)}" if named else f"{count} of class {place}"
         for place, count in enumerate(counts)
     )
 
@@ -364,13 +363,17 @@ def _forgetting_sections(forgotten: Mapping[str, Forgetting]) -> list[Section]:
 def _misjudged(evaluation: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return (data URL, caption) of each picture that lockstep.training.scoring.misjudged chose."""
     return [
-        (one["picture"], f"{one['true']}, taken for {one['predicted']}{_surely(one['confidence'])}")
+        (one["picture"], f"{one['true']}, taken for {one['predicted']}{_surely(one['confidence'])}{_file_of(one)}")
         for one in evaluation.get("misjudged", [])
     ]
 
 
 def _surely(confidence: float | None) -> str:
     return "" if confidence is None else f" ({confidence:.0%})"
+
+
+def _file_of(misjudged: Mapping[str, Any]) -> str:
+    return f": {misjudged['file']}" if "file" in misjudged else ""
 
 
 def page_of(dataset: str) -> str:

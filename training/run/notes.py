@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from lockstep.features.schema.schema import class_word
 from lockstep.training.rules import VALIDATION, of_validation
 
 # Shares of a class are far apart by the rule of lockstep etl_* for splits: they differ by more than a tenth of the
@@ -21,14 +22,14 @@ def show(notes: Iterable[str]) -> None:
         print(f"note: {note}", file=sys.stderr, flush=True)
 
 
-def of_classes(counts: Sequence[int] | None, where: str) -> list[str]:
-    """Labels of one class only; `where` is, for example, "split `train`"."""
+def of_classes(counts: Sequence[int] | None, where: str, names: Sequence[str] | None = None) -> list[str]:
+    """Labels of one class only; `where` is, for example, "split `train`", `names` those of the classes."""
     present = [number for number, rows in enumerate(counts or ()) if rows]
     if len(present) != 1 or counts is None:
         return []
     return [
-        f"all {counts[present[0]]} labels of {where} are {present[0]}, so no metric shows whether a model "
-        "distinguishes classes; next: check the label with lockstep describe, or build the dataset with --split "
+        f"all {counts[present[0]]} labels of {where} are {class_word(present[0], names)}, so no metric shows whether a "
+        "model distinguishes classes; next: check the label with lockstep describe, or build the dataset with --split "
         "stratified:LABEL:..."
     ]
 
@@ -92,7 +93,9 @@ def of_predictions(not_finite: int, rows: int) -> list[str]:
     ]
 
 
-def of_base_rates(trained: Sequence[int] | None, evaluated: Sequence[int] | None, split: str) -> list[str]:
+def of_base_rates(
+    trained: Sequence[int] | None, evaluated: Sequence[int] | None, split: str, names: Sequence[str] | None = None
+) -> list[str]:
     """The class whose share differs most between the training data and `split`, if any differs clearly."""
     if not trained or not evaluated or len(trained) != len(evaluated) or not sum(trained) or not sum(evaluated):
         return []
@@ -107,9 +110,9 @@ def of_base_rates(trained: Sequence[int] | None, evaluated: Sequence[int] | None
     if not far:
         return []
     # Two classes are equally far apart: report class 1.
-    _, number, (before_share, after_share) = max(far, key=lambda one: (round(one[0], 6), one[1]))
+    _, number, (learnt, here) = max(far, key=lambda one: (round(one[0], 6), one[1]))
     return [
-        f"class {number} is {after_share:.2%} of split `{split}` and {before_share:.2%} of the training data: "
+        f"class {class_word(number, names)} is {here:.2%} of split `{split}` and {learnt:.2%} of the training data: "
         "probabilities, log loss and accuracy do not carry over; next: compare the splits with lockstep describe, "
         "and check whether --sample has left rows out"
     ]

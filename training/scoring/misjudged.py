@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lockstep.features.schema.pictures import data_url, image_field
+from lockstep.features.schema.schema import class_word
 from lockstep.training.batches.feed import eval_batches
 from lockstep.training.comm.base import Communicator
 from lockstep.training.reading.open import OpenSplit
@@ -56,15 +57,12 @@ def misjudged(
                 if url is None:
                     continue
                 one: dict[str, Any] = {"sample_id": sample_id, "picture": url}
-                one |= {"true": _name(int(rows.y[row]), names), "predicted": _name(int(mine[row, PREDICTED]), names)}
+                one |= {"true": class_word(int(rows.y[row]), names)}
+                one["predicted"] = class_word(int(mine[row, PREDICTED]), names)
                 one["confidence"] = None if math.isnan(confidence) else confidence
                 found = sorted([*found, (place, one)], key=lambda each: each[0])[:MOST_PICTURES]
     gathered = [one for part in comm.all_gather_bytes(json.dumps(found).encode()) for one in json.loads(part)]
     return [] if comm.rank else _within_bytes([one for _, one in sorted(gathered, key=lambda each: each[0])])
-
-
-def _name(number: int, names: Sequence[str] | None) -> str:
-    return names[number] if names is not None and number < len(names) else str(number)
 
 
 def _within_bytes(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from lockstep.features.encode.encoder import Encoded, Encoder
 from lockstep.features.schema.sampled import sampled_of, shares_of_classes
+from lockstep.features.schema.schema import class_word
 from lockstep.features.schema.signature import Signature
 from lockstep.storage.errors import ConfigError, DataError
 from lockstep.training.batches.augmenting import soft_labels
@@ -301,8 +302,8 @@ class Details:
 def _name_classes(slices: list[dict[str, Any]], names: Sequence[str]) -> None:
     """Call slices by the label by the names of its classes."""
     for one in slices:
-        if one["value"].isdigit() and int(one["value"]) < len(names):
-            one["value"] = names[int(one["value"])]
+        if one["value"].isdigit():
+            one["value"] = class_word(int(one["value"]), names)
 
 
 class Watched(Encoder):

@@ -184,6 +184,11 @@ def class_names_of(manifest: DatasetManifest) -> tuple[str, ...] | None:
     return tuple(map(str, names)) if names else None
 
 
+def class_word(number: int, names: Sequence[str] | None) -> str:
+    """Call a class by its name, or by its number where it has none."""
+    return names[number] if names is not None and 0 <= number < len(names) else str(number)
+
+
 def foreign_field(name: str, dtype: str, is_list: bool) -> Field:
     """A feature of such a file, of any name: null where a record lacks it; a list is empty there."""
     return Field(name=name, dtype=dtype, shape=(None,) if is_list else (), nullable=not is_list)

@@ -40,6 +40,7 @@ __all__ = [
 MAX_CHAIN = 1000  # datasets that continue one another
 
 FORMAT_VERSION = 1
+MOST_KIND = 40  # letters of a kind in an error
 _KEYS = (
     "format_version", "format", "created_by", "schema", "splits", "files", "counts", "leakage", "source", "parent",
     "digest",
@@ -136,6 +137,14 @@ class DatasetManifest:
                 got="files that lockstep index has indexed",
                 allowed="a dataset: records with sample ids, in splits",
                 next_step='Read them by spark.read.format("tfrecord"), and write a dataset by lockstep.write_dataset.',
+            )
+        if "kind" in doc:
+            kind = str(doc["kind"])[:MOST_KIND]
+            raise DataError(
+                f"{where}: this is a {kind}, not a dataset",
+                got=f"kind {kind!r}",
+                allowed="a dataset: records with sample ids, in splits",
+                next_step="Name the dataset itself, such as the --dataset of the run that it comes from.",
             )
         version = doc.get("format_version")
         if version != FORMAT_VERSION or type(version) is not int:

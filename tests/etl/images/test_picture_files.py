@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import io
+import re
 import tarfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,11 +19,13 @@ from PIL import Image
 import lockstep
 from lockstep.etl.images import job
 from lockstep.etl.images.config import ImagesConfig
+from lockstep.jobs import export
 from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.errors import ConfigError, DataError, NotFoundError
 from lockstep.storage.verify import verify
 from lockstep.training.config import TrainConfig
-from tests.builders.evaluations import predict
+from lockstep.training.results.report import write_report
+from tests.builders.evaluations import evaluate, predict
 from tests.training._threads import run, run_threads
 
 from .test_image_pieces import make_tar, make_tree
@@ -150,6 +154,16 @@ def test_predictions_name_files_and_raw_pictures_are_those_of_the_dataset(traine
     assert all(Path(file).parent.name == name for file, name in zip(stored["file"], stored["label_name"], strict=True))
 
 
+def test_a_folder_of_pictures_is_no_dataset_and_the_error_says_what_takes_it(
+    trained: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = make_tree(tmp_path / "new", {"a.png": png(5)})
+    with pytest.raises(NotFoundError, match="no dataset at") as caught:
+        predict(trained["run"], str(folder), "test", str(tmp_path / "out"), run_threads)
+    (call,) = re.findall(r"lockstep\.predict\([^)]*images=[^)]*\)", caught.value.next_step)
+    assert list(eval(call)["file"]) == [f"{folder}/a.png"]  # noqa: S307 # the call that the error names runs as it stands
+
+
 def test_a_folder_of_raw_pictures(trained: dict[str, Any], tmp_path: Path) -> None:
     url, root = trained["run"], make_tree(tmp_path / "new", {"b.png": png(5, 7, 4), "a/x.png": png(6), "note.txt": b""})
     found = lockstep.predict(url, images=root)
@@ -165,3 +179,38 @@ def test_a_folder_of_raw_pictures(trained: dict[str, Any], tmp_path: Path) -> No
         lockstep.predict(url, images=root)
     with pytest.raises(ConfigError, match="exclude each other"):
         lockstep.predict(url, {"image": turned}, images=root)
+
+
+def test_an_export_says_that_it_takes_the_datasets_pixels_unless_it_takes_files(
+    trained: dict[str, Any], spark: SparkSession, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert export.main(["--run", trained["run"], "--output", str(tmp_path / "of-pixels")]) == 0
+    assert "note: the model takes pixels as lockstep etl_images made them" in capsys.readouterr().out
+    files = {f"{name}/{n}.png": png(n + len(name)) for name in ("cat", "horse") for n in range(8)}
+    data, url = tmp_path / "data", str(tmp_path / "run")
+    made = config([make_tree(tmp_path / "set", files)], data, split="1/1", store="encoded", fmt="parquet")
+    job.run(spark, made)
+    options: dict[str, Any] = {"global_batch": 8, "epochs": 1, "num_ranks": 1, "launcher": "local"}
+    run(TrainConfig(datasets=(str(data),), run=url, model="mlp", **options))
+    assert export.main(["--run", url, "--output", str(tmp_path / "of-files"), "--format", "savedmodel"]) == 0
+    assert "note:" not in capsys.readouterr().out
+    import tensorflow as tf
+
+    raw = tf.saved_model.load(str(tmp_path / "of-files")).signatures["raw"]
+    outputs = raw(image=tf.constant([files["cat/1.png"]]))["prediction"].numpy()
+    by_name = lockstep.predict(url, images=tmp_path / "set" / "cat" / "1.png")
+    assert np.allclose(outputs[0], by_name["prediction"][0], atol=1e-6)
+
+
+def test_the_report_names_the_files_of_misjudged_pictures(trained: dict[str, Any]) -> None:
+    data, url = trained["data"], trained["run"]
+    found = evaluate(url, str(data), "test", run_threads, batch=3, pictures=True)
+    content = named(data, trained["manifest"])
+    assert len(found["misjudged"]) > 1
+    for one in found["misjudged"]:
+        pixels = np.asarray(Image.open(io.BytesIO(base64.b64decode(one["picture"].partition(",")[2]))))
+        assert content[one["file"]] == pixels.tobytes() and Path(one["file"]).parent.name == one["true"]
+    page = Path(write_report(url, found)).read_text()
+    for one in found["misjudged"]:
+        assert len(re.findall(f'<img [^>]*alt="[^"]*: {re.escape(one["file"])}"', page)) == 1
+        assert len(re.findall(f"<figcaption>[^<]*: {re.escape(one['file'])}</figcaption>", page)) == 1

@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 
 from lockstep.training.config import TrainConfig
-from lockstep.training.results.evaluate import without_pictures
+from lockstep.training.results.evaluate import summary, without_pictures
 from lockstep.training.results.report import write_report
 from lockstep.training.scoring.misjudged import MOST_BYTES, MOST_PICTURES, _within_bytes
 from tests.builders.evaluations import evaluate
@@ -39,6 +39,9 @@ def test_the_surest_mistakes_are_those_of_plain_numpy_at_any_number_of_ranks(tmp
     classes, surest = predicted.argmax(axis=1), predicted.max(axis=1).round(6)
     wrong = np.flatnonzero(classes != rows.y)
     wrong = wrong[np.lexsort((rows.sample_id[wrong], -surest[wrong]))][:MOST_PICTURES]
+    counts = np.bincount(rows.y, minlength=len(names))  # the summary says names, not numbers
+    said = ", ".join(f"{count} of {name}" for count, name in zip(counts, names, strict=True))
+    assert f"150 samples, {said}\n" in summary(alone) and alone["class_names"] == names
     assert len(wrong) > 2 and [one["sample_id"] for one in alone["misjudged"]] == rows.sample_id[wrong].tolist()
     for row, one in zip(wrong, alone["misjudged"], strict=True):
         assert (one["true"], one["predicted"]) == (names[rows.y[row]], names[classes[row]])
