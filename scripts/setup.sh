@@ -28,10 +28,14 @@ find_python() {
     fail "Python 3.11 or later with its venv module is missing; install it (Debian: apt-get install python3 python3-venv) or name it: make PYTHON=/path/to/python3.11"
 }
 
-# make_venv FOLDER REQUIREMENTS FILE...: install again if any FILE has changed since the last installation.
+# make_venv FOLDER REQUIREMENTS FILE...: install again if any FILE has changed since the last installation. A link leads to
+# the environment of another checkout, which installs it.
 make_venv() {
     local folder=$1 requirements=$2 digest
     shift 2
+    if [ -L "$folder" ] && [ -x "$folder/bin/python" ]; then
+        return
+    fi
     if command -v flock >/dev/null; then # of two makes at the same time, the second waits and finds the work done
         exec 9<"$requirements"
         flock 9

@@ -48,6 +48,13 @@ def test_requirements_are_installed_again_only_when_they_change(copy: Path) -> N
     assert calls(copy) == 2
 
 
+def test_the_environment_of_another_checkout_is_left_as_it_is(copy: Path) -> None:
+    (copy / ".venv-airflow").rename(copy / "other")
+    (copy / ".venv-airflow").symlink_to("other")
+    (copy / "calls").touch()
+    assert calls(copy) == 0 and not (copy / "other" / ".stamp").exists()
+
+
 def test_an_installation_that_failed_is_tried_again(copy: Path) -> None:
     python = copy / ".venv-airflow" / "bin" / "python"
     good = python.read_text()

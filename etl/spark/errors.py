@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, TypeVar
 
 from lockstep.etl.spark.session import held_setting
+from lockstep.spark.node_python import wrong_python
 from lockstep.storage import errors
 from lockstep.storage.errors import DataError, LockstepError
 
@@ -105,6 +106,8 @@ def translating_errors(spark: SparkSession, what: str) -> Iterator[None]:
         ours = None if isinstance(error, AnalysisException) else from_text(text)
         if ours is not None:
             raise ours from error
+        if (wrong := wrong_python(text)) is not None:
+            raise wrong from error
         if (full := _FULL.search(text)) is not None:  # of a shuffle, a spill or a temporary file
             raise errors.DiskFullError(
                 f"a disk of Spark is full: it failed while {what}",

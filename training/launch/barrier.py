@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from lockstep.spark.java_signals import signals_of_java
+from lockstep.spark.node_python import wrong_python
 from lockstep.storage.errors import ConfigError
 from lockstep.training.control.failures import (
     LauncherError,
@@ -338,7 +339,8 @@ class BarrierSession(Session):
         except Exception as error:  # py4j's and Spark's errors have no common base; the waiting driver raises it
             log.info("the barrier stage ended: %s", error)
             self.fail(
-                LauncherError(
+                wrong_python(str(error))
+                or LauncherError(
                     "the barrier stage of the ranks failed",
                     got=first_line(error),
                     allowed="a stage that lasts as long as its ranks",
