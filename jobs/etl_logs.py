@@ -27,8 +27,8 @@ def parser() -> JobParser:
     job.add_argument("--log-format", default="common", metavar="FORMAT", help=formats)
     web = "visitor, page, query, time, log_end (default: another page within 30 min; NULL in the last 30 of the log)"
     label = f"a SQL expression; NULL leaves a record out. Web logs: a boolean over {web}."
-    table = "With --schema: over columns (default: the label's own). With --propose-schema: the column to predict"
-    job.add_argument("--label", metavar="EXPR", help=f"{label} {table}")
+    label += " With --schema: over columns (default: the label's own). With --propose-schema: the column to predict"
+    job.add_argument("--label", metavar="EXPR", help=label)
     _etl_flags.add_output_flags(job, split="80/20 | group:COLUMN:80/20")
     further = "--output is a folder of datasets: continue the newest with the input files that none of them has read"
     job.add_argument("--increment", action="store_true", help=further)
@@ -43,8 +43,7 @@ def parser() -> JobParser:
     job.add_argument("--time-columns", type=names, default=(), metavar="A,B", help=times)
     nulls = "tsv, csv: texts that mean null besides an empty field, such as NA"
     job.add_argument("--null-text", nargs="+", default=[], metavar="TEXT", help=nulls)
-    mark = r"csv: the character between fields, such as ';' (default: a comma; \t: a tab)"
-    job.add_argument("--delimiter", metavar="C", help=mark)
+    job.add_argument("--delimiter", metavar="C", help=r"csv: the character between fields (default a comma; \t: a tab)")
     newlines = "csv: newlines inside quotes are part of a record; each file is then read by one task"
     job.add_argument("--quoted-newlines", action="store_true", help=newlines)
     _etl_flags.add_proposal_flags(job, "such a table of unknown columns")
