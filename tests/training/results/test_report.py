@@ -181,7 +181,7 @@ def test_the_page_stands_alone_and_escapes_what_comes_from_data(run: str, tmp_pa
             "of": "yes", "brier": 0.1525, "expected_error": 0.0625,
             "bins": [{"samples": 12, "predicted": 0.1, "observed": 0.2}],
         },
-        "confusion": {"classes": [HOSTILE, "1"], "samples": [[17, 3], [1, 4]]},
+        "confusion": {"classes": [HOSTILE, "1"], "samples": [[17, 3], [1, 4]]}, "class_names": [HOSTILE, "1"],
         "slices": {"page": [
             {"value": HOSTILE, "samples": 25, "metrics": {"auc": 0.625}, "intervals": {"auc": [0.5, 0.75]}},
         ]},
