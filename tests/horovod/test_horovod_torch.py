@@ -47,6 +47,22 @@ def test_every_call_and_a_script_whose_ranks_differ() -> None:
     assert "rank 0: allreduce odd of float32[3]" in done.stderr and "rank 1: broadcast even" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("then", "call"),
+    [
+        ("mean", "rank 1: allreduce loss of float32[1] by Average, factors 1 and 1 (call 4)"),
+        ("end", "rank 1: none: its script has ended, or called hvd.shutdown()"),
+    ],
+)
+def test_a_rank_with_fewer_batches_ends_all_with_both_calls_named(then: str, call: str) -> None:
+    done = launch_torch("torch_uneven.py", then, flags=("--stall-limit", "250"))
+    assert done.returncode == 1
+    assert "ranks 0 and 1 make different calls" in done.stderr
+    assert f"got: rank 0: the gradients of DistributedOptimizer 1 (call 4); {call}" in done.stderr
+    assert "Rank 1 may have fewer batches: give each rank as many, by dataset.take(n)" in done.stderr
+    assert "waited 250 s" not in done.stderr
+
+
 ALONE = """
 import pytest, torch
 import lockstep.horovod.torch as hvd

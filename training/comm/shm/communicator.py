@@ -172,11 +172,13 @@ class Calls:
                     next_step=f"Look at the log of rank {self.labels[rank]}: it ended first.",
                 )
             if rank == waited:
-                return CommunicationError(
+                error = CommunicationError(
                     f"rank {me}: {call} waits for rank {late}, which has closed its communicator",
                     allowed="the same calls on every rank",
                     next_step=f"Compare the logs of ranks {me} and {late}.",
                 )
+                error.left = late
+                return error
         if time.monotonic() >= until:
             return CommunicationError(
                 f"rank {me}: {call} waited {deadline_s:g} s for rank {late}",

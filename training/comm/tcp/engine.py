@@ -424,11 +424,13 @@ class Engine:
         word = last_word(link, self._generation)
         if word is not None and word[0] == ENDED:
             return self._ended_by(link, word[1])
-        return CommunicationError(
+        error = CommunicationError(
             f"rank {self._name}: lost rank {link.name} during {self._what}",
             got="it has left" if link.left else "its connection was closed or reset",
             next_step=f"Look at the log of rank {link.name}: it ended first.",
         )
+        error.left = link.name if link.left else None
+        return error
 
     def _ended_by(self, link: Link, text: str) -> CommunicationError:
         self.reason = text
