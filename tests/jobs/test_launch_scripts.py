@@ -164,3 +164,19 @@ def test_kills_from_outside_use_up_the_restarts(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert [f"start {n} of 3 follows" in done.stderr for n in (2, 3)] == [True, True]
     assert "which no restart cures" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "ours"),
+    [
+        ("import horovod.tensorflow.keras as hvd", "lockstep.horovod"),
+        ("import horovod.torch as hvd", "lockstep.horovod.torch"),
+    ],
+)
+def test_a_script_that_imports_horovod_is_shown_our_name(tmp_path: Path, line: str, ours: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(f"{line}\n")
+    done = launch(str(script), cwd=tmp_path)
+    assert done.returncode == 1
+    assert "train.py imports horovod, which is not installed" in done.stderr
+    assert f"`import {ours} as hvd`" in done.stderr

@@ -119,8 +119,23 @@ def _failure(error: BaseException, code: int, name: str) -> BaseException:
     if isinstance(cause, LockstepError) and cause is not error:
         print(f"{type(cause).__name__}: {cause}", file=sys.stderr)
         error = cause
+    if isinstance(error, ModuleNotFoundError) and (ours := _in_place_of(error)):
+        error = ScriptFailedError(
+            f"{name} imports {error.name}, which is not installed",
+            got=f"ModuleNotFoundError: {error}",
+            allowed=f"{ours}, which has Horovod's names under lockstep launch",
+            next_step=f"Replace its import by `import {ours} as hvd`; docs/moving.md has the other changes.",
+        )
     vars(error)["quiet"] = True  # what lockstep.training.rank asks before it prints a trace
     return error
+
+
+def _in_place_of(error: ModuleNotFoundError) -> str:
+    """Our module with the names of Horovod's that was not found; "" for any other module."""
+    if (error.name or "").partition(".")[0] != "horovod":
+        return ""
+    line = traceback.extract_tb(error.__traceback__)[-1].line or ""  # the error only names `horovod`
+    return "lockstep.horovod" + (".torch" if "horovod.torch" in line else "")
 
 
 def _last_calls() -> None:
