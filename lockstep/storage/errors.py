@@ -150,6 +150,8 @@ class CommunicationError(LockstepError):
 
     left: int | None = None
     """The rank that has left the other ranks in order, if a call waited for it."""
+    of_another: bool = False
+    """Whether the end or the error of another rank is the cause, so that where this rank was says nothing."""
 
 
 class TrainingFailedError(LockstepError):

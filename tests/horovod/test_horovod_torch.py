@@ -63,6 +63,15 @@ def test_a_rank_with_fewer_batches_ends_all_with_both_calls_named(then: str, cal
     assert "waited 250 s" not in done.stderr
 
 
+def test_the_survivor_of_a_killed_rank_says_so_in_a_line() -> None:
+    done = launch_torch("torch_uneven.py", "killed")
+    assert done.returncode == 1
+    assert "failed after 3 calls to other ranks" in done.stderr and "its process was killed by SIGKILL" in done.stderr
+    lost = [line for line in (done.stdout + done.stderr).splitlines() if "lost rank 1 during" in line]
+    assert len(lost) == 1 and lost[0].startswith("[rank 0] CommunicationError: rank 0: lost rank 1 during"), lost
+    assert "Traceback" not in done.stdout + done.stderr
+
+
 ALONE = """
 import pytest, torch
 import lockstep.horovod.torch as hvd

@@ -285,7 +285,10 @@ class Reduction:
         return sums[: len(dense)], list(zip(pairs[::2], pairs[1::2], strict=True))
 
     def _await(self, *rest: np.ndarray) -> list[np.ndarray]:
-        sums = self.exchange.finish(*rest)
+        try:
+            sums = self.exchange.finish(*rest)
+        except CommunicationError as error:
+            raise error.with_traceback(None) from None  # TensorFlow prints the trace, twice
         return [_skipped(self.exchange), *sums]
 
     def _alone(

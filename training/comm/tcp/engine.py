@@ -429,15 +429,17 @@ class Engine:
             got="it has left" if link.left else "its connection was closed or reset",
             next_step=f"Look at the log of rank {link.name}: it ended first.",
         )
-        error.left = link.name if link.left else None
+        error.left, error.of_another = link.name if link.left else None, not link.left
         return error
 
     def _ended_by(self, link: Link, text: str) -> CommunicationError:
         self.reason = text
-        return CommunicationError(
+        error = CommunicationError(
             f"rank {self._name}: {self._what} was ended by rank {link.name}, which says: {text}",
             next_step="Look at the log of the rank named last.",
         )
+        error.of_another = True
+        return error
 
     def _deadline(self) -> CommunicationError:
         """The error to raise when this rank, or one that reported it, has waited too long."""
