@@ -145,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def executor_of_a_rank() -> psutil.Process:
     """Java of an executor of this host that has a rank."""
     for one in psutil.process_iter(["cmdline"]):
-        if (one.info["cmdline"] or [])[-1:] == ["lockstep.training.rank"] and len(one.parents()) > 2:
+        if (one.info["cmdline"] or [""])[-1].startswith("rank ") and len(one.parents()) > 2:
             java = one.parents()[2]
             if "CoarseGrainedExecutorBackend" in " ".join(java.cmdline()):
                 return java

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 
 from lockstep.horovod.arrays import Average, Min
-from lockstep.horovod.collectives import allreduce, broadcast_variables
+from lockstep.horovod.collectives import allgather, allreduce, broadcast_variables
 from lockstep.horovod.runtime import absent, check, rank, size
 from lockstep.storage.errors import ConfigError
 from lockstep.training.steps.optimizers import CorrectedSGD, without_loss_scale
@@ -53,8 +53,23 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             self._broadcast()
 
     def _broadcast(self) -> None:
+        self._compare_counts(len(self.model.optimizer.variables))
         broadcast_variables([*self.model.weights, *self.model.optimizer.variables], self.root_rank)
         self.broadcast_done = True
+
+    def _compare_counts(self, mine: int) -> None:
+        """Raise ConfigError on every rank if the optimizers of two ranks have different numbers of variables."""
+        counts = allgather(np.array([mine]), name="how many variables the optimizer has").numpy().tolist()
+        root = self.root_rank
+        other = next((rank for rank, count in enumerate(counts) if count != counts[root]), None)
+        if other is not None:
+            raise ConfigError(
+                f"the optimizers of ranks {root} and {other} have different numbers of variables",
+                got=f"rank {root}: {counts[root]}; rank {other}: {counts[other]}",
+                allowed="as many on all ranks, which get the values of one rank",
+                next_step="If a rank has loaded its model from an .h5 file: Keras 3 reads it without momentum and the "
+                "like. Save and load .keras files. Else build the same model and optimizer on all ranks.",
+            )
 
 
 class MetricAverageCallback(keras.callbacks.Callback):

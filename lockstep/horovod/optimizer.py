@@ -68,8 +68,10 @@ def DistributedOptimizer(
         scale *= 1.0 if average_aggregated_gradients else backward_passes_per_step
     compressor = None if compression is Compression.none else compression
     # Scripts begin with different weights on each rank; then a callback broadcasts those of one rank.
-    distributed = distribute(optimizer, here.new_group(), scale, compression=compressor, same_start=False)
-    here.exchanges.append(exchange_of(distributed))
+    group = here.group_of_optimizer()
+    distributed = distribute(optimizer, group, scale, compression=compressor, same_start=False)
+    exchange = exchange_of(distributed)
+    exchange.meet = here.add_exchange(exchange)
     _without_xla()
     return distributed
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import numpy as np
 
 from lockstep.horovod.gpus import Seat, line_up
-from lockstep.storage.errors import ConfigError, TrainingFailedError, require
+from lockstep.storage.errors import CommunicationError, ConfigError, TrainingFailedError, require
 from lockstep.training.comm.base import Communicator, SoloCommunicator
 from lockstep.training.comm.options import UNAUTHENTICATED, CommOptions
 from lockstep.training.control import context as current
@@ -34,15 +34,26 @@ HINTS = {
 """Arguments for where and how many at a time Horovod sends tensors, which do not change the sums: name -> type."""
 
 
+GRADIENTS = "the gradients of DistributedOptimizer"
+"""How the text of a call begins that stands for the exchange of an optimizer's step, on a communicator of its own."""
+
+
 def agree(communicator: Communicator, number: int, text: str, extra: int = 0) -> list[int]:
     """Compare call `number` of this rank with the others'; returns every rank's `extra`.
 
     Raises TrainingFailedError on every rank alike, naming rank 0's call and the first that differs.
     """
+    communicator = communicator.on_host
     if communicator.num_ranks == 1:
         return [extra]
     digest = int.from_bytes(blake2b(f"{number} {text}".encode(), digest_size=8).digest(), "big", signed=True)
-    rows = communicator.all_gather(np.array([digest, extra], np.int64))
+    try:
+        rows = communicator.all_gather(np.array([digest, extra], np.int64))
+    except CommunicationError as error:
+        if error.left is None:
+            error.what += f", in call {number}: {text}"
+            raise
+        raise _left(communicator.rank, error.left, f"{text} (call {number})") from error
     if (rows[:, 0] != rows[0, 0]).any():
         calls = [part.decode() for part in communicator.all_gather_bytes(f"{text} (call {number})".encode())]
         other = next(rank for rank in range(len(calls)) if calls[rank] != calls[0])
@@ -50,9 +61,30 @@ def agree(communicator: Communicator, number: int, text: str, extra: int = 0) ->
             f"ranks 0 and {other} make different calls",
             got=f"rank 0: {calls[0]}; rank {other}: {calls[other]}",
             allowed="the same calls in the same order on all ranks, with equal shapes and dtypes",
-            next_step="Look for a call under `if rank() == 0`, or for ranks with different numbers of batches.",
+            next_step=_why_different(dict(enumerate(calls)), 0, other),
         )
     return [int(row) for row in rows[:, 1]]
+
+
+def _left(me: int, left: int, mine: str) -> CommunicationError:
+    """The error of a call that waits for a rank whose script has ended, perhaps by an error of its own."""
+    return CommunicationError(
+        f"ranks {me} and {left} make different calls",
+        got=f"rank {me}: {mine}; rank {left}: none: its script has ended, or called hvd.shutdown()",
+        allowed="the same calls in the same order on all ranks",
+        next_step=f"If rank {left} has failed, mend that. {_why_different({me: mine, left: ''}, me, left)}",
+    )
+
+
+def _why_different(calls: Mapping[int, str], first: int, second: int) -> str:
+    """What to look for when two ranks make these different calls: the rank that steps has batches left."""
+    steps = [calls[rank].startswith(GRADIENTS) for rank in (first, second)]
+    if steps[0] == steps[1]:
+        return "Look for a call under `if rank() == 0`, or for ranks with different numbers of batches."
+    return (
+        f"Rank {second if steps[0] else first} may have fewer batches: give each rank as many, by dataset.take(n) "
+        "or steps_per_epoch=n. Else look for a call under `if rank() == 0`."
+    )
 
 
 def check(call: str, **given: Any) -> None:
@@ -98,7 +130,7 @@ class Runtime:
         self.whole: Communicator = SoloCommunicator() if context is None else context.communicator()
         self.communicator = self.new_group()
         self.lock = threading.Lock()
-        self.calls = self.steps = 0
+        self.calls = 0
         self.error: BaseException | None = None
         self.exchanges: list[Any] = []
         self.buffers: dict[Any, Any] = {}
@@ -134,15 +166,22 @@ class Runtime:
         """A communicator of all ranks for another thread. A collective."""
         return self.whole.group(range(self.world.num_ranks))
 
+    def group_of_optimizer(self) -> Communicator:
+        """`new_group`, for an optimizer. Raises TrainingFailedError if other ranks make another call."""
+        return cast(Communicator, call("DistributedOptimizer(...)", 0, lambda communicator, extras: self.new_group()))
+
+    def add_exchange(self, exchange: Any) -> Callable[[], None]:
+        """Keep an optimizer's exchange, to end it with the others; returns the check that each of its steps makes, that
+        all ranks exchange gradients of this optimizer now.
+        """
+        self.exchanges.append(exchange)
+        text = f"{GRADIENTS} {len(self.exchanges)}"
+        return lambda: call(text, 0, lambda communicator, extras: None)
+
     def beat(self, phase: str) -> None:
         """Report this rank's progress to the driver."""
         if self.context is not None:
-            self.context.control.beat(self.calls + self.steps, phase)
-
-    def step(self) -> None:
-        """Report an optimizer step of PyTorch, which is no call."""
-        self.steps += 1
-        self.beat(HOROVOD)
+            self.context.control.beat(self.calls, phase)
 
 
 _runtime: Runtime | None = None

@@ -148,6 +148,11 @@ class RetryableStorageError(StorageError):
 class CommunicationError(LockstepError):
     """A rank, supervisor or driver could not be reached, failed authentication, or sent an invalid message."""
 
+    left: int | None = None
+    """The rank that has left the other ranks in order, if a call waited for it."""
+    of_another: bool = False
+    """Whether the end or the error of another rank is the cause, so that where this rank was says nothing."""
+
 
 class TrainingFailedError(LockstepError):
     """A run ended without its result; `what` names rank, host, step and phase."""

@@ -136,6 +136,11 @@ def test_a_horovod_script_beats_the_most_frequent_class(tmp_path: Path) -> None:
     frequent = DummyClassifier().fit(images.reshape(2000, -1), labels).score(images.reshape(2000, -1), labels)
     assert number(r"alone (\S+)", printed) == pytest.approx(frequent, abs=6e-5)
     assert number(r"accuracy ([\d.]+)", printed) > frequent + 0.5
+    folder = tmp_path / ".demo" / "horovod_script"
+    curves = [pd.read_csv(folder / run / "log.csv").drop_duplicates("epoch") for run in ("peace", "killed")]
+    assert list(curves[0]["epoch"]) == list(range(12)) and "start 2 of 2 follows: rank 1" in printed
+    pd.testing.assert_frame_equal(curves[0], curves[1].reset_index(drop=True), check_exact=True)
+    assert curves[0]["loss"].iloc[-1] < curves[0]["loss"].iloc[0] / 2
 
 
 @pytest.mark.slow

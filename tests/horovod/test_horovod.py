@@ -111,3 +111,20 @@ def test_every_call_with_fake_gpus_and_a_script_whose_ranks_differ(tmp_path: Pat
     assert done.returncode == 1
     assert "ranks 0 and 1 make different calls" in done.stderr
     assert "rank 0: allreduce odd of float32[3]" in done.stderr and "rank 1: broadcast" in done.stderr
+
+
+def test_every_pair_of_different_calls_and_fewer_batches_end_with_both_calls_named() -> None:
+    done = launch(2, "horovod_pairs.py")
+    for rank in range(2):
+        assert f"[rank {rank}] 90 pairs, wrong: []" in done.stdout.splitlines(), done.stdout + done.stderr
+    assert done.returncode == 1
+    assert "rank 0: the gradients of DistributedOptimizer 69" in done.stderr
+    assert "rank 1: allreduce logs loss of float64[1]" in done.stderr
+    assert "Rank 1 may have fewer batches" in done.stderr and " waited " not in done.stderr
+
+
+def test_optimizers_that_differ_in_their_variables_name_the_h5_file() -> None:
+    done = launch(2, "horovod_h5.py")
+    assert done.returncode != 0
+    assert "the optimizers of ranks 0 and 1 have different numbers of variables" in done.stderr
+    assert "got: rank 0: 2; rank 1: 4" in done.stderr and "an .h5 file" in done.stderr

@@ -47,6 +47,31 @@ def test_every_call_and_a_script_whose_ranks_differ() -> None:
     assert "rank 0: allreduce odd of float32[3]" in done.stderr and "rank 1: broadcast even" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("then", "call"),
+    [
+        ("mean", "rank 1: allreduce loss of float32[1] by Average, factors 1 and 1 (call 4)"),
+        ("end", "rank 1: none: its script has ended, or called hvd.shutdown()"),
+    ],
+)
+def test_a_rank_with_fewer_batches_ends_all_with_both_calls_named(then: str, call: str) -> None:
+    done = launch_torch("torch_uneven.py", then, flags=("--stall-limit", "250"))
+    assert done.returncode == 1
+    assert "ranks 0 and 1 make different calls" in done.stderr
+    assert f"got: rank 0: the gradients of DistributedOptimizer 1 (call 4); {call}" in done.stderr
+    assert "Rank 1 may have fewer batches: give each rank as many, by dataset.take(n)" in done.stderr
+    assert "waited 250 s" not in done.stderr
+
+
+def test_the_survivor_of_a_killed_rank_says_so_in_a_line() -> None:
+    done = launch_torch("torch_uneven.py", "killed")
+    assert done.returncode == 1
+    assert "failed after 3 calls to other ranks" in done.stderr and "its process was killed by SIGKILL" in done.stderr
+    lost = [line for line in (done.stdout + done.stderr).splitlines() if "lost rank 1 during" in line]
+    assert len(lost) == 1 and lost[0].startswith("[rank 0] CommunicationError: rank 0: lost rank 1 during"), lost
+    assert "Traceback" not in done.stdout + done.stderr
+
+
 ALONE = """
 import pytest, torch
 import lockstep.horovod.torch as hvd

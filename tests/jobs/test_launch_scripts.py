@@ -80,7 +80,7 @@ def test_a_script_that_fails_is_told_with_its_lines(tmp_path: Path, how: str, re
     assert done.returncode == 1
     assert said(done, 1) == [] and said(done, 0)
     error = done.stderr.splitlines()
-    assert error[0] == "error: rank 1 of 2 on 127.0.0.1 failed at step 0, phase script"
+    assert error[0] == "error: rank 1 of 2 on 127.0.0.1 failed in its script"
     assert error[1] == f"  got: {reason}"
     assert f"  | {last}" in error
     trace = [line for line in error if "Traceback" in line or ", line " in line]
@@ -148,3 +148,35 @@ def test_all_ranks_start_again_where_that_is_asked_for(tmp_path: Path) -> None:
     assert "start 2 of 2 follows: rank" in done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["g0001", "g0002"]
     assert said(done, 0)[-1] == said(done, 1)[-1] == "at exit"
+
+
+def test_the_same_error_twice_in_a_row_ends_the_launch(tmp_path: Path) -> None:
+    done = launch("--max-restarts", "3", PLAIN, "raises", cwd=tmp_path)
+    assert done.returncode == 1
+    restarts = [line for line in done.stderr.splitlines() if " follows: rank" in line]
+    assert len(restarts) == 1 and "start 2 of 4 follows: rank 1 of 2 on 127.0.0.1 failed in its script" in restarts[0]
+    assert "failed in its script, with the same error twice in a row, which no restart cures" in done.stderr
+    assert "made its first step" not in done.stderr
+
+
+def test_kills_from_outside_use_up_the_restarts(tmp_path: Path) -> None:
+    done = launch("--max-restarts", "2", PLAIN, "killed", cwd=tmp_path)
+    assert done.returncode == 1
+    assert [f"start {n} of 3 follows" in done.stderr for n in (2, 3)] == [True, True]
+    assert "which no restart cures" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "ours"),
+    [
+        ("import horovod.tensorflow.keras as hvd", "lockstep.horovod"),
+        ("import horovod.torch as hvd", "lockstep.horovod.torch"),
+    ],
+)
+def test_a_script_that_imports_horovod_is_shown_our_name(tmp_path: Path, line: str, ours: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(f"{line}\n")
+    done = launch(str(script), cwd=tmp_path)
+    assert done.returncode == 1
+    assert "train.py imports horovod, which is not installed" in done.stderr
+    assert f"`import {ours} as hvd`" in done.stderr

@@ -13,6 +13,7 @@ from lockstep.training.control.task import Limits
 
 # How native code ends a process. Arrow aborts on some Parquet footers that were forged together with their digests.
 _CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
+_FROM_OUTSIDE = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP, -signal.SIGINT, 128 + signal.SIGTERM}
 _LOOK_AT_DATA = (
     " Native code ended it, which forged bytes can cause: `lockstep verify DATASET` names a shard that is at fault."
 )
@@ -141,7 +142,7 @@ class RankFailedError(TrainingFailedError):
         if alike:
             then = ": every rank raised this before its first step, and would raise it again."
         super().__init__(
-            f"rank {state.rank} of {num_ranks} on {state.host} failed at step {state.step}, phase {state.phase}",
+            f"rank {state.rank} of {num_ranks} on {state.host} failed {_where(state)}",
             got=failure.reason,
             allowed="every rank running until its entry returns",
             next_step=(
@@ -157,9 +158,37 @@ class RankFailedError(TrainingFailedError):
         self.process_code = state.exit_code
         self.stepped = state.marks.first_step_at is not None
 
+    @property
+    def from_outside(self) -> bool:
+        """Whether a signal from outside ended the rank, as from the kernel when memory ends: it says nothing about what
+        the rank was doing.
+        """
+        return self.process_code in _FROM_OUTSIDE
+
+    @property
+    def of_its_own(self) -> bool:
+        """Whether the rank raised an error or ended by itself, so that a restart may meet this failure again.
+
+        False for a signal from outside, for silence, and for errors of a storage or a connection.
+        """
+        return (
+            self.weight in (Weight.FINAL, Weight.ENDED, Weight.RAISED)
+            and not self.from_outside
+            and not isinstance(self.__cause__, StorageError | CommunicationError)
+        )
+
     def __str__(self) -> str:
         lines = "\n".join(f"  | {line}" for line in self.tail) or "  | (none arrived)"
         return f"{super().__str__()}\n  last {len(self.tail)} log lines of rank {self.rank}:\n{lines}"
+
+
+def _where(state: RankState) -> str:
+    """When a rank failed; a script counts no steps, only its calls to other ranks."""
+    if state.phase == SCRIPT:
+        return "in its script"
+    if state.phase == HOROVOD:
+        return f"after {state.step} call{'' if state.step == 1 else 's'} to other ranks"
+    return f"at step {state.step}, phase {state.phase}"
 
 
 def all_alike(states: Sequence[RankState]) -> bool:

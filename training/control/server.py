@@ -390,7 +390,8 @@ class ControlServer:
             step = int(document["step"])
             moved = step != state.step
             first = state.moves_to(step, str(document["phase"]), state.beat_at)
-            if first and self._on_steps is not None and all(other.marks.first_step_at for other in self._states):
+            counted = first and state.phase not in UNCOUNTED
+            if counted and self._on_steps is not None and all(other.marks.first_step_at for other in self._states):
                 threading.Thread(target=self._on_steps, args=(tuple(self._states),), daemon=True).start()
             if moved and state.rank == 0:
                 self._handler.on_step(step)

@@ -4,7 +4,6 @@ cures."""
 from __future__ import annotations
 
 import logging
-import signal
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -35,8 +34,6 @@ log = logging.getLogger(__name__)
 HOUR_S = 3600.0
 WAIT_S, MOST_WAIT_S = 1.0, 30.0  # before the second restart without progress, twice as long before each later one
 SHOWN_RECORDS = 8
-# Sent from outside, as by the kernel when memory ends: they say nothing about the batch.
-_FROM_OUTSIDE = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP, -signal.SIGINT, 128 + signal.SIGTERM}
 _AGAIN = "start again with the same flags: the run resumes from its last checkpoint."
 
 
@@ -86,7 +83,7 @@ def repeat_of(error: LockstepError, num_ranks: int) -> Repeat | None:
     """What may come again of the failure of `num_ranks` ranks: an error before the first step, in a validation or an
     export, or weights that part. None for an error in a batch (`deaths_of`), and for a failure of the machine.
     """
-    if not isinstance(error, RankFailedError) or error.rank >= num_ranks or error.process_code in _FROM_OUTSIDE:
+    if not isinstance(error, RankFailedError) or error.rank >= num_ranks or error.from_outside:
         return None
     if (step := getattr(error.__cause__, "diverged_at", None)) is not None:
         return Repeat("the weights of ranks differ", "train", int(step))
@@ -134,7 +131,7 @@ def deaths_of(
         or not isinstance(plan, EpochPlan | MixedPlan)
         or error.phase != "train"
         or error.weight not in (Weight.ENDED, Weight.RAISED)
-        or error.process_code in _FROM_OUTSIDE
+        or error.from_outside
         or isinstance(error.__cause__, StorageError)
         or getattr(error.__cause__, "diverged_at", None) is not None  # see repeat_of
         or error.rank >= num_ranks  # a parameter server

@@ -179,6 +179,9 @@ class Exchange:
         self.skips_in_a_row = 0
         self.agreement: Agreement | None = None
         self.error: BaseException | None = None
+        self.meet: Callable[[], None] | None = None
+        """Called before this rank waits for others in a step or in the first `use`; raises if they do not come, since
+        they make another call on another communicator (lockstep.horovod)."""
         self.waited_s = 0.0
         """Seconds that the last step waited for its sums."""
         self._scaled_loss = scaled_loss
@@ -284,6 +287,7 @@ class Exchange:
                 f"{_without_model(name)} {slot.shape} {layout.dtypes[slot.bucket]} in bucket {slot.bucket}"
                 for name, slot in zip(names, slots, strict=True)
             ]
+            self._meet()
             compare_tensors(
                 self.data,
                 [*dense, *(f"{_without_model(table.name)} {table.shape} {table.dtype}" for table in tables)],
@@ -331,6 +335,7 @@ class Exchange:
             for bucket in range(layout.first_tail, len(layout.sizes)):
                 self._send(bucket, self._current[bucket].data)
             began = time.perf_counter()
+            self._meet()
             what = f"the exchange of step {self.step + 1}"
             finite = self._reducer.wait(self._owed(layout), what)
             words = self._of_all(words)
@@ -373,6 +378,10 @@ class Exchange:
         """End the thread; the communicator stays open. Steps that were traced with this exchange raise `reason`."""
         self.error = reason or self.error
         self._reducer.close()
+
+    def _meet(self) -> None:
+        if self.meet is not None:
+            self.meet()
 
     def _send(self, bucket: int, flat: Array) -> None:
         """Begin to sum a bucket of gradients; every rank has checked its values while it copied them."""

@@ -15,7 +15,7 @@ from lockstep.process.signals import ended_in_order
 from lockstep.storage.errors import CommunicationError, ConfigError, NotFoundError, require
 from lockstep.storage.urls import join, several
 from lockstep.training.comm.options import Algorithm, Backend, CommOptions
-from lockstep.training.control.failures import MemoryKillError, RankFailedError
+from lockstep.training.control.failures import MemoryKillError, RankFailedError, Weight
 from lockstep.training.control.server import Handler
 from lockstep.training.control.task import CommOrder, Limits, RankTask
 from lockstep.training.launch.output import OutputPrinter, Which
@@ -136,7 +136,9 @@ class ScriptHandler(Handler):
 def launch_script(config: ScriptConfig, launch: Launch, hadoop: dict[str, str] | None = None) -> None:
     """Run the script on all ranks by `launch` (run_local or OnSpark) and print their output.
 
-    Raises what `ControlServer.wait` raises, after the allowed restarts. The caller has made the files available.
+    Raises what `ControlServer.wait` raises: after the allowed restarts; before them for an error of configuration or
+    data, and for the same error twice in a row, since what progress a script has made is unknown here. The caller has
+    made the files available.
     """
     here = config.launcher == "local"
     text = None if here else compile_script(config.script).decode("latin-1")
@@ -145,6 +147,7 @@ def launch_script(config: ScriptConfig, launch: Launch, hadoop: dict[str, str] |
         name=config.script, arguments=config.arguments, path=path, text=text,
         start_s=config.start_limit_s, comm=CommOrder(options=config.comm),
     ).to_json()  # fmt: skip
+    last = ""  # the error of the last generation, if it was the script's own
     with ended_in_order(), Launches(launch, config.num_ranks, config.limits) as launches:
         for generation in range(1, config.max_restarts + 2):
             logs = join(config.logs, f"g{generation:04d}") if config.logs else None
@@ -156,8 +159,13 @@ def launch_script(config: ScriptConfig, launch: Launch, hadoop: dict[str, str] |
                     launches.run(task, generation, ScriptHandler(printer))
                 return
             except (RankFailedError, MemoryKillError) as error:
-                if generation > config.max_restarts:
+                own = isinstance(error, RankFailedError) and error.of_its_own
+                incurable = isinstance(error, RankFailedError) and error.weight is Weight.FINAL
+                if own and error.got == last:
+                    error.what += ", with the same error twice in a row, which no restart cures"
+                if generation > config.max_restarts or incurable or (own and error.got == last):
                     raise
+                last = error.got if own else ""
                 log.warning("start %d of %d follows: %s", generation + 1, config.max_restarts + 1, error)
 
 

@@ -67,7 +67,10 @@ def end_script(
     _open_streams(begun)
     code = _exit_code(error)
     if code and error is not None:
-        _print(error, path)
+        if (lost := _of_another_rank(error)) is None:
+            _print(error, path)
+        else:
+            print(f"{type(lost).__name__}: {lost.what}", file=sys.stderr)
     if os.getpid() != begun.process:
         _end_fork(code)
     failure = _failure(error, code, name) if error is not None and code else None
@@ -117,10 +120,36 @@ def _failure(error: BaseException, code: int, name: str) -> BaseException:
         return ScriptFailedError(f"{name} ended by {error!r}")
     cause = context.fault()
     if isinstance(cause, LockstepError) and cause is not error:
-        print(f"{type(cause).__name__}: {cause}", file=sys.stderr)
+        if _of_another_rank(cause) is None:
+            print(f"{type(cause).__name__}: {cause}", file=sys.stderr)
         error = cause
+    if isinstance(error, ModuleNotFoundError) and (ours := _in_place_of(error)):
+        error = ScriptFailedError(
+            f"{name} imports {error.name}, which is not installed",
+            got=f"ModuleNotFoundError: {error}",
+            allowed=f"{ours}, which has Horovod's names under lockstep launch",
+            next_step=f"Replace its import by `import {ours} as hvd`; docs/moving.md has the other changes.",
+        )
     vars(error)["quiet"] = True  # what lockstep.training.rank asks before it prints a trace
     return error
+
+
+def _of_another_rank(error: BaseException) -> CommunicationError | None:
+    """The error of a call that another rank's end has ended, behind the script's error: it needs no trace, and the
+    lines of the other rank should be seen.
+    """
+    for found in (error, context.fault()):
+        if isinstance(found, CommunicationError) and found.of_another and found.what in str(error):
+            return found  # TensorFlow repeats the text of our error in one of its own
+    return None
+
+
+def _in_place_of(error: ModuleNotFoundError) -> str:
+    """Our module with the names of Horovod's that was not found; "" for any other module."""
+    if (error.name or "").partition(".")[0] != "horovod":
+        return ""
+    line = traceback.extract_tb(error.__traceback__)[-1].line or ""  # the error only names `horovod`
+    return "lockstep.horovod" + (".torch" if "horovod.torch" in line else "")
 
 
 def _last_calls() -> None:

@@ -22,6 +22,7 @@ import time
 import traceback
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 from lockstep.storage import tokens
@@ -99,6 +100,7 @@ def main(files: Mapping[str, int]) -> int:
     watch = (order["parent"], order["lost_s"])
     threading.Thread(target=end_with_stopped_parent, args=watch, name="parent-watch", daemon=True).start()
     world, task, key = World.from_json(order["world"]), RankTask.from_json(order["task"]), bytes.fromhex(order["key"])
+    show_in_ps(world)
     channel = open_channel(tuple(order["control"]), key, world.generation, Role.RANK, world.rank, CONNECT_DEADLINE_S)
     host = route_address(tuple(order["control"]))
     control = ControlClient(channel, host, order["beat_s"], leaving, LastWords(order["last_words"]))
@@ -116,6 +118,24 @@ def main(files: Mapping[str, int]) -> int:
             print(f"the error was not reported to the driver: {lost}", file=sys.stderr)
         return EXIT_FINAL if is_final(error) else EXIT_CRASHED
     return 0
+
+
+def show_in_ps(world: World) -> None:
+    """Write the rank's number into this process' command line, where `ps` and `pgrep -f` find it; on Linux only.
+
+    The number is not known when a spare or a zygote's fork starts, so it cannot be an argument. The kernel shows the
+    memory in which it has put the arguments; the new ones take the same bytes.
+    """
+    try:
+        fields = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        shown = Path("/proc/self/cmdline").read_bytes()
+    except OSError:
+        return
+    begin, end = (int(field) for field in fields[45:47])  # arg_start and arg_end of proc(5), counted from the state
+    words = [b"python", b"-P", b"-m", b"lockstep.training.rank", f"rank {world.rank} of {world.num_ranks}".encode()]
+    title = b"\0".join(words).ljust(end - begin - 1) + b"\0"
+    if len(shown) == len(title) == end - begin:
+        ctypes.memmove(begin, title, len(title))
 
 
 def _import_early(gpus: str) -> None:

@@ -116,6 +116,9 @@ class GraphExchange(Exchange):
 
         Begins after `after`. Sets the agreement of the step; raises the errors of `Exchange.finish`.
         """
+        if self.meet is not None:
+            with tf.control_dependencies(after):  # nothing but the sums waits for it
+                after = [tf.numpy_function(self._met, [], tf.int32, name="meet")]
         sums = self._sums(layout, gradients, after)
         wrong = [tf.logical_not(tf.reduce_all(tf.math.is_finite(total))) for total in sums]
         inputs = [tf.stack(wrong) if wrong else tf.zeros([0], tf.bool), loss, *statistics]
@@ -125,6 +128,14 @@ class GraphExchange(Exchange):
         put_last(agreed)  # another optimizer's sums come after it on every rank
         with tf.control_dependencies([agreed]):  # nothing is applied before the ranks have agreed
             return [tf.identity(total) for total in sums], means, agreed
+
+    def _met(self) -> np.int32:
+        try:
+            self._meet()
+        except BaseException as error:
+            self._fail(error)
+            raise
+        return np.int32(0)
 
     def _finish(self, wrong: Array, loss: Array, *statistics: Array) -> list[Array]:
         """`wrong` (gradients,) says which sums are not finite, the same on every rank. Raises NonFiniteError."""
@@ -274,7 +285,10 @@ class Reduction:
         return sums[: len(dense)], list(zip(pairs[::2], pairs[1::2], strict=True))
 
     def _await(self, *rest: np.ndarray) -> list[np.ndarray]:
-        sums = self.exchange.finish(*rest)
+        try:
+            sums = self.exchange.finish(*rest)
+        except CommunicationError as error:
+            raise error.with_traceback(None) from None  # TensorFlow prints the trace, twice
         return [_skipped(self.exchange), *sums]
 
     def _alone(

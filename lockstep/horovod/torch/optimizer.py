@@ -17,7 +17,7 @@ import torch
 
 from lockstep.horovod.arrays import Average, ReduceOp, Sum, op_of
 from lockstep.horovod.runtime import absent, check, runtime
-from lockstep.horovod.torch.collectives import Compression, Compressor, tensor_of
+from lockstep.horovod.torch.collectives import Compression, Compressor, in_turn, tensor_of
 from lockstep.storage.errors import ConfigError, require
 from lockstep.training.comm.base import Communicator
 from lockstep.training.exchange.buckets import lay_out
@@ -70,8 +70,10 @@ def DistributedOptimizer(
     require(right, "the optimizer of hvd.DistributedOptimizer", type(optimizer).__name__, allowed, next_step)
     scale = 1.0 if how is Sum else 1.0 / here.world.num_ranks
     named = _named(optimizer, named_parameters)
-    exchange = GradientExchange(here.new_group(), named, scale, compression.wire, passes, sparse_as_dense, here.step)
-    here.exchanges.append(exchange)
+    group = in_turn(here.group_of_optimizer).result()
+    exchange = GradientExchange(group, named, scale, compression.wire, passes, sparse_as_dense)
+    check_step = here.add_exchange(exchange)
+    exchange.meet = lambda: in_turn(check_step).result()
     # Not a new optimizer: schedulers that hold this one, and its state, stay as they are.
     optimizer.register_step_pre_hook(exchange.before_step)
     optimizer.__class__ = type(type(optimizer).__name__, (_Distributed, type(optimizer)), {"_exchange": exchange})
@@ -139,14 +141,15 @@ class GradientExchange:
         wire: torch.dtype | None,
         passes: int,
         sparse_as_dense: bool,
-        progress: Callable[[], None],
     ) -> None:
         self.applies_as_is = False
         """Whether `step` leaves gradients as they are."""
         self.posted = 0
         """Buckets whose exchange has begun and not ended."""
+        self.meet: Callable[[], None] = lambda: None
+        """Called before this rank waits for others' gradients; raises if they make another call."""
         self._communicator, self._scale, self._passes = communicator, scale, passes
-        self._sparse_as_dense, self._progress = sparse_as_dense, progress
+        self._sparse_as_dense = sparse_as_dense
         self._error: BaseException | None = None
         self._names = [name for name, _ in named]
         self._parameters = [parameter for _, parameter in named]
@@ -198,14 +201,16 @@ class GradientExchange:
 
     def finish(self) -> None:
         """Wait until all gradients are reduced."""
-        self._progress()
         if self._communicator.num_ranks == 1:
+            self.meet()  # which only reports progress
             return
         try:
             self._post(everything=True)
+            self.meet()
             self._reducer.wait(self.posted, "the exchange of gradients")
         except BaseException as error:
             self._error = error
+            self._communicator.abort(f"rank {self._communicator.rank}: {error}")  # or the thread waits on
             raise
         for parameter, view in zip(self._parameters, self._views, strict=True):
             if parameter.dtype == view.dtype and parameter.device == view.device:

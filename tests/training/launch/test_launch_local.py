@@ -61,6 +61,19 @@ def test_ranks_meet_and_ask(monkeypatch: pytest.MonkeyPatch) -> None:
         assert key.hex() not in " ".join([*result["argv"], *result["environment"]])
 
 
+def test_ps_shows_the_number_of_each_rank() -> None:
+    shown: set[str] = set()
+
+    def handler(rank: int, kind: str, fields: dict[str, Any]) -> dict[str, Any]:  # all ranks live while one asks
+        pids = ",".join(map(str, living_ranks(os.getpid())))
+        listed = subprocess.run(["ps", "-o", "args=", "-p", pids], capture_output=True, text=True, check=True)
+        shown.update(line.rstrip() for line in listed.stdout.splitlines() if "<defunct>" not in line)
+        return {}
+
+    run_local(RankTask("_ranks:hello"), 2, handler=Handler(handler))
+    assert shown == {f"python -P -m lockstep.training.rank rank {rank} of 2" for rank in range(2)}
+
+
 def test_result_that_is_not_finite_arrives() -> None:
     results = run_local(RankTask("_ranks:solo", {"a": [1, "x"]}), 1)
     assert results == [{"rank": 0, "payload": {"a": [1, "x"]}, "loss": "nan"}]

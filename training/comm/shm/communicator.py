@@ -160,23 +160,29 @@ class Calls:
         if self.ended is not None:
             return CommunicationError(f"rank {me}: {call} was ended: {self.ended}")
         if (first := self.segment.ended()) is not None:
-            return CommunicationError(f"rank {me}: {call} was ended by rank {self.labels[first[0]]}: {first[1]}")
+            error = CommunicationError(f"rank {me}: {call} was ended by rank {self.labels[first[0]]}: {first[1]}")
+            error.of_another = first[0] != self._rank
+            return error
         gone = {fd for fd, _ in self._poll.poll(0)}
         for rank, link in enumerate(self.links):
             if link is None or link.fileno() not in gone:
                 continue
             if not self.segment.has_left(rank):
-                return CommunicationError(
+                error = CommunicationError(
                     f"rank {me}: lost rank {self.labels[rank]} during {call}",
                     got="its process has ended",
                     next_step=f"Look at the log of rank {self.labels[rank]}: it ended first.",
                 )
+                error.of_another = True
+                return error
             if rank == waited:
-                return CommunicationError(
+                error = CommunicationError(
                     f"rank {me}: {call} waits for rank {late}, which has closed its communicator",
                     allowed="the same calls on every rank",
                     next_step=f"Compare the logs of ranks {me} and {late}.",
                 )
+                error.left = late
+                return error
         if time.monotonic() >= until:
             return CommunicationError(
                 f"rank {me}: {call} waited {deadline_s:g} s for rank {late}",

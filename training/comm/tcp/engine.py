@@ -424,18 +424,22 @@ class Engine:
         word = last_word(link, self._generation)
         if word is not None and word[0] == ENDED:
             return self._ended_by(link, word[1])
-        return CommunicationError(
+        error = CommunicationError(
             f"rank {self._name}: lost rank {link.name} during {self._what}",
             got="it has left" if link.left else "its connection was closed or reset",
             next_step=f"Look at the log of rank {link.name}: it ended first.",
         )
+        error.left, error.of_another = link.name if link.left else None, not link.left
+        return error
 
     def _ended_by(self, link: Link, text: str) -> CommunicationError:
         self.reason = text
-        return CommunicationError(
+        error = CommunicationError(
             f"rank {self._name}: {self._what} was ended by rank {link.name}, which says: {text}",
             next_step="Look at the log of the rank named last.",
         )
+        error.of_another = True
+        return error
 
     def _deadline(self) -> CommunicationError:
         """The error to raise when this rank, or one that reported it, has waited too long."""
