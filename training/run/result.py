@@ -159,7 +159,8 @@ def checked_restarts(restarts: object, where: str) -> list[dict[str, Any]]:
 
 def find_result(fs: FileSystem, paths: RunPaths) -> dict[str, Any] | None:
     """The result that counts: the newest claim's, else the newest one from whose checkpoint a later generation of the
-    chain began. None before the first.
+    chain began. None before the first. Its `run` and `model` are URLs in the directory that was asked, wherever the
+    run was when it ended.
 
     A late result of an older generation names a checkpoint after its successor's parent, and is ignored.
     """
@@ -169,7 +170,9 @@ def find_result(fs: FileSystem, paths: RunPaths) -> dict[str, Any] | None:
     while generation is not None and generation in claims:
         url = paths.result(generation)
         if fs.exists(url):
-            result = _checked(unseal_as("result", fs.read_bytes(url), url), generation, url)
+            stored = _checked(unseal_as("result", fs.read_bytes(url), url), generation, url)
+            # The run may have been moved or copied since, and another one may be where it was.
+            result = {**stored, "run": paths.root, "model": stored["model"] and paths.model(generation)}
             if began is None or result.get("checkpoint") == str(began):
                 return result
         began = claims[generation].parent
