@@ -326,7 +326,7 @@ class _Driver:
             print(f"stopped by {self._stop.by}: {error}", file=sys.stderr)
             self._stopped(claim, tip, saved=False)
         if (last := incurable(error)) is not None:
-            if isinstance(last, RESUMED_LATER):
+            if isinstance(last, RESUMED_LATER) or (tip is not None and is_final(last)):
                 last.next_step += f" It resumes from {where}."
             raise last from (None if last is not error else error.__cause__)
         if isinstance(error, MemoryKillError):

@@ -47,7 +47,7 @@ def published_model(fs: FileSystem, models: str) -> str | None:
     if found is None:
         return None
     model, wanted = str(found["model"]), found["model_sha256"]
-    if (there := manifest_digest(model)) not in (None, wanted):  # a missing one is refused by whoever reads it
+    if (there := manifest_digest(model)) not in (None, wanted):  # a missing one is an error when it is read
         raise OtherModelError(
             f"the model that {models} names is another one now",
             got=f"{model}, whose manifest has SHA-256 {there}",

@@ -50,7 +50,7 @@ def test_a_copied_run_whose_place_another_one_took_gives_what_is_its_own(tmp_pat
     assert model_bytes(old) != model_bytes(new) and evaluate(old, data, "test", run_threads)["metrics"] != before
 
     again = run(config_at(tmp_path, new))
-    assert (again.run, again.model) == (new, f"{new}/models/g0001") and again.model in again.summary()
+    assert (again.run, again.model) == (new, f"{new}/models/g0001") and str(again.model) in again.summary()
     trained = TrainedRun.of(again, run_threads)
     found = trained.evaluate()
     assert found["metrics"] == before and found["model"] == again.model
