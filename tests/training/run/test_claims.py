@@ -144,6 +144,8 @@ def test_tip_passes_over_what_is_not_whole(paths: RunPaths, caplog: pytest.LogCa
     assert tip(paths) == Ref(10, 1)
     assert "step-0000000020.g0001 is refused" in caplog.text
     assert "step-0000000015.g0001 is refused" in caplog.text
+    said = "next: There is nothing to do: a run that resumes begins at step-0000000010.g0001 and computes steps 11 to "
+    assert f"{said}20 again." in caplog.text and f"{said}15 again." in caplog.text and "verify URL" not in caplog.text
     Path(paths.checkpoint(10, 1), "rank-00000.bin").unlink()
     assert tip(paths) == Ref(5, 1)
     Path(paths.checkpoint(5, 1), "_manifest.json").write_bytes(b"{}")
