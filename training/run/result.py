@@ -89,7 +89,7 @@ class RunResult:
         return (
             f"{self.run}: {counted(self.steps, 'step')}, {epochs}, {speed_words(self.first_step_s, self.samples_per_s)}"
             f"{counted(self.restarts, 'restart')}{left}\n"
-            f"{self._early_words()}"
+            f"{self._early_words()}{self._skipped_words()}"
             f"{self._privacy_words()}last epoch: {numbers}\ncheckpoint {self.checkpoint}\nmodel {self.model}"
         )
 
@@ -99,6 +99,12 @@ class RunResult:
         last = "; the model has the weights of the last step: --keep-best takes the best ones"
         late = self.stopped_by.startswith("--early-stop") and self.keep_best is None
         return f"ended early by {self.stopped_by}{last if late else ''}\n"
+
+    def _skipped_words(self) -> str:
+        if not self.bad_records["samples"]:
+            return ""
+        skipped = counted(self.bad_records["samples"], "record")
+        return f"{skipped} skipped with weight 0; the first: {self.bad_records['first'][0]}\n"
 
     def best_words(self) -> str:
         """Say, with --keep-best, step and value of the best checkpoint and of the last one, and whose weights the model
