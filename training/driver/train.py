@@ -43,7 +43,7 @@ from lockstep.training.driver.on_event import OnEvent
 from lockstep.training.driver.ownership import REWRITE_EVERY_S, WATCH_S, Ownership
 from lockstep.training.driver.preflight import CheckedRun, preflight
 from lockstep.training.driver.restarts import RESUMED_LATER, RestartPolicy, incurable
-from lockstep.training.driver.retention import drop_stagings, empty_trash, tidy_up
+from lockstep.training.driver.retention import drop_stagings, end_trash, tidy_up
 from lockstep.training.driver.status_board import Board
 from lockstep.training.driver.stop import EndedByCallerError, StopRequest, write_stopped
 from lockstep.training.launch.executors import ExecutorMemory
@@ -518,7 +518,7 @@ class _Driver:
         )
         write_file(self._fs, self._paths.result(generation), seal(result.to_json()), confirm=self._ownership.confirm)
         drop_stagings(self._fs, self._paths, generation + 1)
-        empty_trash(self._fs, self._paths, generation, self._ownership.confirm)
+        end_trash(self._fs, self._paths, generation, self._config.checkpoints.keep, self._ownership.confirm)
         return result
 
     def _schema(self) -> Schema:
