@@ -39,7 +39,7 @@ def model_bytes(run_folder: str | Path) -> bytes:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["", "file://"])
-def test_a_copied_run_whose_place_another_one_took_gives_what_is_its_own(tmp_path: Path, scheme: str) -> None:
+def test_a_copied_run_is_itself_where_another_took_its_place(tmp_path: Path, scheme: str) -> None:
     write_table(tmp_path / "data")
     data, old, new = str(tmp_path / "data"), str(tmp_path / "nightly"), f"{scheme}{tmp_path}/archive"
     run(config_at(tmp_path, old))
