@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 from lockstep.jobs._cli import JobParser, run_job
 from lockstep.storage.fs import filesystem
 from lockstep.storage.urls import absolute
 from lockstep.training.run.paths import RunPaths
-from lockstep.training.run.status import now_utc, read_status, words
+from lockstep.training.run.status import now_utc, words
 
 
 def parser() -> JobParser:
@@ -28,7 +28,7 @@ def parser() -> JobParser:
 def main(argv: Sequence[str]) -> int:
     """Print the status; returns the exit code."""
     args = parser().parse(argv)
-    from lockstep.training.results.state import state_now
+    from lockstep.training.results.state import status_now
     from lockstep.training.search.search_status import is_search, read_search
 
     run, now = absolute(args.run), now_utc()
@@ -37,8 +37,7 @@ def main(argv: Sequence[str]) -> int:
         search = read_search(fs, run, now)
         print(json.dumps(asdict(search), sort_keys=True) if args.json else search.words())
         return 0
-    status = read_status(fs, paths)
-    status = replace(status, state=state_now(status, fs, paths, now))
+    status = status_now(fs, paths, now)
     print(status.to_bytes().decode() if args.json else words(status, run, now))
     return 0
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
 from lockstep.jobs._cli import JobParser, run_job
 from lockstep.storage.errors import StorageError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.urls import absolute
 from lockstep.training.run.paths import RunPaths
-from lockstep.training.run.status import FINISHED, STOPPED, RunStatus, now_utc, read_status, words
+from lockstep.training.run.status import FINISHED, STOPPED, RunStatus, now_utc, words
 
 CLEAR = "\x1b[H\x1b[J"  # the cursor to the first line, and nothing below it
 
@@ -41,18 +40,17 @@ def main(argv: Sequence[str]) -> int:
     """Show the run until it ends; returns the exit code."""
     args = parser().parse(argv)
     from lockstep.training.driver.stop import EXIT_STOPPED
-    from lockstep.training.results.state import state_now
+    from lockstep.training.results.state import status_now
 
     run = absolute(args.run)
     fs, paths = filesystem(run), RunPaths(run)
     shown = None
     while True:
         try:
-            status = read_status(fs, paths)
+            status = status_now(fs, paths, now_utc())
         except StorageError as error:  # away for a while; a driver waits for it too
             print(f"the status cannot be read: {error.what}", file=sys.stderr, flush=True)
         else:
-            status = replace(status, state=state_now(status, fs, paths, now_utc()))
             if status != shown:
                 show(status, run, first=shown is None)
                 shown = status

@@ -83,6 +83,8 @@ class ExistsError(ConfigError):
 class DataError(LockstepError):
     """The content of an input, dataset or run is not acceptable."""
 
+    exit_code = 2
+
 
 class CorruptionError(DataError):
     """Bytes do not match their digest, checksum or length."""

@@ -187,7 +187,7 @@ def test_a_training_in_cluster_mode_survives_its_application_master_and_errors_a
     assert code == 1
     diagnostics = output[output.index("Application diagnostics message") :]
     assert diagnostics.startswith(
-        "Application diagnostics message: exit code 1\n"
+        "Application diagnostics message: exit code 2\n"
         "error: 100 of 100 records are bad, more than --max-bad allows\n  got: "
     )
     assert "\n  next: " in diagnostics and "error: 100 of 100" in within.printed

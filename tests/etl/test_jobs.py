@@ -20,7 +20,7 @@ def test_what_is_told_before_spark_starts(tmp_path: Path, monkeypatch: pytest.Mo
     Path("empty").touch()
     cases: list[tuple[list[str], type[LockstepError], int]] = [
         (["--input", "none", "--output", "out"], NotFoundError, 2),
-        (["--input", "empty", "--output", "out"], DataError, 1),
+        (["--input", "empty", "--output", "out"], DataError, 2),
         (["--input", "log", "--output", "there"], ExistsError, 2),
         (["--input", "log", "--output", "out", "--split", "x"], ConfigError, 2),
         (["--input", "log", "--output", "out", "--shard-bytes", "x"], ConfigError, 2),

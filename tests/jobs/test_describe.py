@@ -275,7 +275,7 @@ def test_a_shard_that_is_gone_is_damage_and_no_wrong_path(tmp_path: Path) -> Non
         next((tmp_path / name).glob(f"split=test/*.{fmt}")).unlink()
         with pytest.raises(CorruptionError, match="file of the manifest does not exist") as caught:
             describe(str(tmp_path / name), 1000)
-        assert "lockstep verify" in caught.value.next_step and caught.value.exit_code == 1
+        assert "lockstep verify" in caught.value.next_step and caught.value.exit_code == 2
 
 
 def test_pictures_come_from_tensors_and_from_stored_files() -> None:

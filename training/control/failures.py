@@ -151,6 +151,8 @@ class RankFailedError(TrainingFailedError):
             + ("." if of_script else then),
         )
         self.alike = alike
+        if alike:
+            self.exit_code = 2
         self.executor_host: str | None = None
         """Spark's name of its host, which may be another one than `host`."""
         self.rank, self.host, self.step, self.phase = state.rank, state.host, state.step, state.phase

@@ -181,6 +181,7 @@ class RestartPolicy:
         self._before = deaths
         last, self._repeat = self._repeat, repeat_of(error, num_ranks)
         if self._repeat is not None and self._repeat == last:
+            error.exit_code = 2
             error.what += f", twice {self._repeat.where} with the same error, which no restart cures"
             then = getattr(error.__cause__, "next_step", "") or "Read its last log lines below."
             error.next_step = f"{then} Mend the cause and {_AGAIN}"
@@ -211,6 +212,7 @@ class RestartPolicy:
         if len(names) > SHOWN_RECORDS:
             log.error("all %d records of that batch: %s", len(names), "; ".join(names))
             names = [*names[:SHOWN_RECORDS], f"and {len(names) - SHOWN_RECORDS} more, which the driver's log lists"]
+        error.exit_code = 2
         error.what += f", twice {death.where}, which no restart cures"
         error.got += f"; both times with {'; '.join(names)}"
         error.next_step = (

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from lockstep.storage.errors import ExistsError, NotFoundError, StorageError
@@ -52,6 +52,36 @@ def empty_trash(fs: FileSystem, paths: RunPaths, generation: int, confirm: Calla
         _remove_trash(fs, join(paths.trash(generation), name))
 
 
+def end_trash(fs: FileSystem, paths: RunPaths, generation: int, keep: Keep, confirm: Callable[[], None]) -> None:
+    """Delete, at the end of a run, the trash of this generation, and what retention does not keep in that of older
+    ones; `confirm` as in `empty_trash`.
+    """
+    empty_trash(fs, paths, generation, confirm)
+    _empty_older(fs, paths, generation, keep, checkpoints(fs, paths), confirm)
+
+
+def _empty_older(
+    fs: FileSystem,
+    paths: RunPaths,
+    generation: int,
+    keep: Keep,
+    everything: Mapping[CheckpointRef, str],
+    confirm: Callable[[], None],
+) -> None:
+    """Delete the trash of older generations that `keep` does not select."""
+    chain, judged = lineage(read_claims(fs, paths), everything), MetricValues(keep)
+    needed = judged.with_bases(keep.chosen(chain, lambda ref: judged.of(ref, everything[ref])), everything)
+    for name in _names(fs, paths.trashes):
+        owner = generation_of(name)
+        if owner is None or owner >= generation:
+            continue
+        for entry in _names(fs, join(paths.trashes, name)):
+            found = checkpoint_of(entry)
+            if entry.startswith(_SWEPT) or (found is not None and CheckpointRef(*found) not in needed):
+                confirm()
+                _remove_trash(fs, join(paths.trashes, name, entry))
+
+
 def tidy_up(fs: FileSystem, paths: RunPaths, generation: int, tip: Checkpoint | None, keep: Keep) -> Checkpoint | None:
     """Tidy up after a new claim; returns the tip with its URL.
 
@@ -72,16 +102,7 @@ def tidy_up(fs: FileSystem, paths: RunPaths, generation: int, tip: Checkpoint | 
     if tip is not None:
         tip = replace(tip, url=paths.checkpoint(tip.ref.step, tip.ref.generation))
     chain = lineage(read_claims(fs, paths), everything)
-    judged = MetricValues(keep)
-    needed = judged.with_bases(keep.chosen(chain, lambda ref: judged.of(ref, everything[ref])), everything)
-    for name in _names(fs, paths.trashes):
-        owner = generation_of(name)
-        if owner is None or owner >= generation:
-            continue
-        for entry in _names(fs, join(paths.trashes, name)):
-            found = checkpoint_of(entry)
-            if entry.startswith(_SWEPT) or (found is not None and CheckpointRef(*found) not in needed):
-                _remove_trash(fs, join(paths.trashes, name, entry))
+    _empty_older(fs, paths, generation, keep, everything, lambda: None)
     for ref, url in _committed(fs, paths).items():
         # A newer generation may have claimed and committed since the chain was read.
         if ref not in chain and ref.generation < generation:

@@ -21,8 +21,8 @@ LEAST = 10  # steps of each rank before they are compared
 PATIENCE = 20  # steps in whose comparisons the same rank is found by medians, before it is named
 PATIENCE_MEANS = 30  # and by means, to which one long step does not suffice: a limit of a processor stops a process for
 # 50 of each 100 ms, which is one of many short steps
-REST_S = 60.0  # after a rank was named, before it is named again, and twice as long each time: other work on its host
-# for a quarter of a second is noise, but 50 short steps
+REST_S = 60.0  # after a rank was named, before any is named again, and twice as long each time: other work on a host
+# for a quarter of a second is noise, but 50 short steps; ranks that share a busy host are slow in turn
 SLOW, WELL = 1.3, 1.15  # times the others' own time: slow above the first, well again below the second
 SHARE = 0.1  # of a step: the least excess that is named
 TO_A_RANK = 0.9  # the weight of the time of bytes to a rank, next to that of bytes from it: a tie is the sender's
@@ -31,7 +31,7 @@ NETWORK = "network"
 _ADVICE = {
     "input": "look at the disk or network of that host, and at --read-ahead-bytes and --cache (docs/performance.md)",
     "compute": "look for other work on that host, a limit of its processor, or a slower processor or GPU",
-    "callbacks": "look at what the model's callbacks do on that rank, and for other work on that host",
+    "callbacks": "look at what the model's callbacks do on that rank; without any, for other work on that host",
     NETWORK: "look at the link of that host and at other traffic on it, or send fewer bytes (--compression)",
 }
 
@@ -199,6 +199,10 @@ class _Found:
         self._is_named = True
         return found
 
+    def again(self) -> None:
+        """Find the rank once more, if it still is slow then."""
+        self._is_named = False
+
 
 class Stragglers:
     """Follows the ranks of one generation by their rows {kind: pace} (lockstep.training.rank.metrics.StepClock)."""
@@ -210,11 +214,13 @@ class Stragglers:
         self._done = [0 for _ in rows]  # steps of each rank so far
         self._fresh: set[int] = set()
         self._found = (_Found(median, PATIENCE), _Found(fmean, PATIENCE_MEANS))
-        self._rests_until: dict[int, float] = {}
-        self._rest_s = [REST_S for _ in rows]
+        self._rests_until, self._rest_s = 0.0, REST_S
+        self._named: int | None = None
 
     def add(self, row: Mapping[str, Any]) -> Straggler | None:
-        """Take a row; returns a rank once, when it has become slow, and again only after it was well and has rested."""
+        """Take a row; returns a rank once, when it has become slow, and again only after it was well; none while
+        the last note rests.
+        """
         rank = int(row["rank"])
         self._times[rank] += steps_of(row)
         self._done[rank] += row["steps"]
@@ -223,10 +229,13 @@ class Stragglers:
             return None
         self._fresh.clear()
         step, now = min(self._done), self._now()
-        each = [one.compare(self._times, self._rows, step) for one in self._found]
-        for found in each:
-            if found is not None and now >= self._rests_until.get(found.rank, now):
-                self._rests_until[found.rank] = now + self._rest_s[found.rank]
-                self._rest_s[found.rank] *= 2
+        for one, found in [(one, one.compare(self._times, self._rows, step)) for one in self._found]:
+            if found is None:
+                continue
+            if self._named is None or now >= self._rests_until:
+                self._rests_until, self._rest_s = now + self._rest_s, 2 * self._rest_s
+                self._named = found.rank
                 return found
+            if found.rank != self._named:
+                one.again()
         return None

@@ -43,7 +43,7 @@ from lockstep.training.driver.on_event import OnEvent
 from lockstep.training.driver.ownership import REWRITE_EVERY_S, WATCH_S, Ownership
 from lockstep.training.driver.preflight import CheckedRun, preflight
 from lockstep.training.driver.restarts import RESUMED_LATER, RestartPolicy, incurable
-from lockstep.training.driver.retention import drop_stagings, empty_trash, tidy_up
+from lockstep.training.driver.retention import drop_stagings, end_trash, tidy_up
 from lockstep.training.driver.status_board import Board
 from lockstep.training.driver.stop import EndedByCallerError, StopRequest, write_stopped
 from lockstep.training.launch.executors import ExecutorMemory
@@ -326,7 +326,7 @@ class _Driver:
             print(f"stopped by {self._stop.by}: {error}", file=sys.stderr)
             self._stopped(claim, tip, saved=False)
         if (last := incurable(error)) is not None:
-            if isinstance(last, RESUMED_LATER):
+            if isinstance(last, RESUMED_LATER) or (tip is not None and is_final(last)):
                 last.next_step += f" It resumes from {where}."
             raise last from (None if last is not error else error.__cause__)
         if isinstance(error, MemoryKillError):
@@ -518,7 +518,7 @@ class _Driver:
         )
         write_file(self._fs, self._paths.result(generation), seal(result.to_json()), confirm=self._ownership.confirm)
         drop_stagings(self._fs, self._paths, generation + 1)
-        empty_trash(self._fs, self._paths, generation, self._ownership.confirm)
+        end_trash(self._fs, self._paths, generation, self._config.checkpoints.keep, self._ownership.confirm)
         return result
 
     def _schema(self) -> Schema:

@@ -60,7 +60,10 @@ class PlannedEpochs:
 
         def next_batch() -> Any:
             with FeedPipeline(self._feed, step, step + 1, None, self._augmentation) as pipeline:
-                return next(iter(pipeline.dataset))
+                try:
+                    return next(iter(pipeline.dataset))
+                except Exception as error:  # TensorFlow repeats only the text of what Python code raised
+                    raise (pipeline.failure or error) from None
 
         self.joined.check_rows(next_batch)
 

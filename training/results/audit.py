@@ -82,11 +82,17 @@ class AuditReport:
     """What a run without faults did, if it has no global batches."""
     replaced: int = 0
     """Samples that had weight 0, since their records could not be decoded (--on-bad-record skip)."""
+    under_way: int | None = None
+    """The epoch, counted from 1, in which the run stopped: `left_over` are then the samples that a resumed run will
+    train on, and the few that it leaves. None for a run that has trained its last epoch to the end."""
 
     def __str__(self) -> str:
         """What a run without faults did."""
+        left = f"{len(self.left_over)} left over"
+        if self.under_way is not None:
+            left = f"{len(self.left_over)} not trained on yet, since epoch {self.under_way} is under way"
         return self.words or (
-            f"{self.samples} samples in {self.steps} steps, each once; {len(self.left_over)} left over"
+            f"{self.samples} samples in {self.steps} steps, each once; {left}"
             + (f"; {self.replaced} had weight 0, their records could not be decoded" if self.replaced else "")
         )
 
@@ -143,6 +149,7 @@ def check_audit(
         short_steps=tuple(sorted({step for report in reports for step in report.short_steps})),
         left_over=reports[0].left_over,
         replaced=replaced,
+        under_way=plan.epoch_of_step(steps) + 1 if steps < plan.steps(epochs) else None,
     )
 
 

@@ -18,7 +18,7 @@ from lockstep.training.results.chosen_on import chosen_words
 from lockstep.training.results.evaluate import EvaluateRequest, evaluate
 from lockstep.training.rules import BEST, BEST_ALLOWED
 from lockstep.training.run.paths import RunPaths
-from lockstep.training.run.published import CURRENT, KIND, REFUSED, read_published
+from lockstep.training.run.published import CURRENT, KIND, REFUSED, OtherModelError, published_model, read_published
 from lockstep.training.run.result import find_model
 
 FORMAT_VERSION = 1
@@ -48,12 +48,13 @@ def publish_if_better(
     if current is not None and (current["model"], current["model_sha256"]) == (model, digest):
         return current
     result = evaluate(request, launch)
-    document = {**_document(request, metric, result), "model": model, "model_sha256": digest}
+    document = {**_document(request, models, metric, result), "model": model, "model_sha256": digest}
     if current is None:
         return _write(fs, models, None, {**document, "reason": "no model was published", "replaces": None})
     try:
+        published_model(fs, models)
         theirs = evaluate(replace(request, runs=(current["run"],)), launch)
-    except NotFoundError as error:
+    except (NotFoundError, OtherModelError) as error:
         reason = f"the published run {current['run']} is not there any more: {error.what}"
         return _write(fs, models, current, {**document, "reason": reason, "replaces": None})
     value, before = document["value"], _value(theirs, metric)
@@ -88,12 +89,13 @@ def _fallen(result: dict[str, Any], theirs: dict[str, Any], metric: str, most: f
     return f"worse by {drop:.6g} on {basename(dataset)}, of which --max-drop allows {most:g}"
 
 
-def _document(request: EvaluateRequest, metric: str, result: dict[str, Any]) -> dict[str, Any]:
+def _document(request: EvaluateRequest, models: str, metric: str, result: dict[str, Any]) -> dict[str, Any]:
     """What is published of a run and its evaluation."""
     return {
         "format_version": FORMAT_VERSION,
         "kind": KIND,
         "run": request.runs[0],
+        "models": models,
         "metric": metric,
         "value": _value(result, metric),
         "dataset": request.dataset,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import datetime
+from dataclasses import replace
 from typing import Any
 
 from lockstep.storage.documents import unseal_as
-from lockstep.storage.errors import CorruptionError, NotFoundError
+from lockstep.storage.errors import CorruptionError, DataError, NotFoundError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.training.driver.ownership import driver_lives, read_lease
+from lockstep.training.run.lineage import chain_of
 from lockstep.training.run.paths import RunPaths
 from lockstep.training.run.status import FAILED, INTERRUPTED, STOPPED, TRAINING, RunStatus, read_status
 
@@ -50,6 +52,23 @@ def state_now(status: RunStatus, fs: FileSystem, paths: RunPaths, now: datetime.
     lives = None if lease is None else driver_lives(lease)
     gone = status.silent_s(now) is not None if lives is None else not lives
     return state_without_driver(fs, paths) if gone else status.state
+
+
+def status_now(fs: FileSystem, paths: RunPaths, now: datetime.datetime) -> RunStatus:
+    """The run's status.json with the state of `state_now`. If no driver writes it any more, its newest checkpoint is
+    the one that is there: a driver may have committed more than it could write down.
+
+    Raises what `read_status` does.
+    """
+    written = read_status(fs, paths)
+    status = replace(written, state=state_now(written, fs, paths, now))
+    if status.state != INTERRUPTED:
+        return status
+    try:
+        chain, _ = chain_of(fs, paths)
+    except DataError:  # lockstep train and lockstep verify say what is wrong with them
+        return status
+    return replace(status, checkpoint=str(chain[0]) if chain else None)
 
 
 def read_stopped(fs: FileSystem, paths: RunPaths) -> dict[str, Any] | None:

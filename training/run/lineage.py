@@ -23,6 +23,7 @@ from lockstep.storage.errors import (
     CorruptionError,
     DataError,
     ExistsError,
+    LockstepError,
     NotFoundError,
     TrainingFailedError,
 )
@@ -274,6 +275,7 @@ def find_tip(fs: FileSystem, paths: RunPaths, before: int | None = None) -> Chec
     what `chain_of` does: starting over silently would mix two trainings in one run.
     """
     chain, urls = chain_of(fs, paths, before)
+    refused: dict[CheckpointRef, LockstepError] = {}
     for ref in chain:
         try:
             found = Checkpoint(ref, urls[ref], read_checkpoint(fs, urls[ref], ref))
@@ -281,12 +283,24 @@ def find_tip(fs: FileSystem, paths: RunPaths, before: int | None = None) -> Chec
                 if found.base not in urls:
                     raise CorruptionError("a checkpoint of which it is the difference is missing", file=str(found.base))
                 read_checkpoint(fs, urls[found.base], found.base)
-            return found
         except (DataError, NotFoundError) as error:
-            log.error("checkpoint %s is refused, its parent is used: %s", ref, error)
+            refused[ref] = error
+        else:
+            _say_refused(refused, ref)
+            return found
+    _say_refused(refused, None)
     if chain:
         raise _none_complete(paths, ", ".join(map(str, chain)))
     return None
+
+
+def _say_refused(refused: Mapping[CheckpointRef, LockstepError], used: CheckpointRef | None) -> None:
+    """Log each checkpoint that is damaged or lacks a file, and what that costs if `used` takes its place."""
+    for ref, error in refused.items():
+        if used is not None:
+            steps = f"computes steps {used.step + 1} to {ref.step} again"
+            error.next_step = f"There is nothing to do: a run that resumes begins at {used} and {steps}."
+        log.error("checkpoint %s is refused, its parent is used: %s", ref, error)
 
 
 def _none_complete(paths: RunPaths, got: str) -> DataError:

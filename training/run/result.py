@@ -89,7 +89,7 @@ class RunResult:
         return (
             f"{self.run}: {counted(self.steps, 'step')}, {epochs}, {speed_words(self.first_step_s, self.samples_per_s)}"
             f"{counted(self.restarts, 'restart')}{left}\n"
-            f"{self._early_words()}"
+            f"{self._early_words()}{self._skipped_words()}"
             f"{self._privacy_words()}last epoch: {numbers}\ncheckpoint {self.checkpoint}\nmodel {self.model}"
         )
 
@@ -99,6 +99,12 @@ class RunResult:
         last = "; the model has the weights of the last step: --keep-best takes the best ones"
         late = self.stopped_by.startswith("--early-stop") and self.keep_best is None
         return f"ended early by {self.stopped_by}{last if late else ''}\n"
+
+    def _skipped_words(self) -> str:
+        if not self.bad_records["samples"]:
+            return ""
+        skipped = counted(self.bad_records["samples"], "record")
+        return f"{skipped} skipped with weight 0; the first: {self.bad_records['first'][0]}\n"
 
     def best_words(self) -> str:
         """Say, with --keep-best, step and value of the best checkpoint and of the last one, and whose weights the model
@@ -159,7 +165,8 @@ def checked_restarts(restarts: object, where: str) -> list[dict[str, Any]]:
 
 def find_result(fs: FileSystem, paths: RunPaths) -> dict[str, Any] | None:
     """The result that counts: the newest claim's, else the newest one from whose checkpoint a later generation of the
-    chain began. None before the first.
+    chain began. None before the first. Its `run` and `model` are URLs in the directory that was asked, wherever the
+    run was when it ended.
 
     A late result of an older generation names a checkpoint after its successor's parent, and is ignored.
     """
@@ -169,7 +176,9 @@ def find_result(fs: FileSystem, paths: RunPaths) -> dict[str, Any] | None:
     while generation is not None and generation in claims:
         url = paths.result(generation)
         if fs.exists(url):
-            result = _checked(unseal_as("result", fs.read_bytes(url), url), generation, url)
+            stored = _checked(unseal_as("result", fs.read_bytes(url), url), generation, url)
+            # The run may have been moved or copied since, and another one may be where it was.
+            result = {**stored, "run": paths.root, "model": stored["model"] and paths.model(generation)}
             if began is None or result.get("checkpoint") == str(began):
                 return result
         began = claims[generation].parent

@@ -24,6 +24,7 @@ from lockstep.training.plan.client_plan import RunPlan
 from lockstep.training.plan.datasets import what_differs
 from lockstep.training.plan.selection import Selection
 from lockstep.training.run.lineage import chain_of, checkpoints, epochs_asked, read_claims
+from lockstep.training.run.moved import manifest_digest, where_now
 from lockstep.training.run.paths import RunPaths
 from lockstep.training.run.result import find_result
 
@@ -122,11 +123,15 @@ def _check_not_past(fs: FileSystem, paths: RunPaths, epochs: int, plan: RunPlan)
 
 def read_run(fs: FileSystem, paths: RunPaths) -> dict[str, Any]:
     """Read run.json, with its objects `plan` and `config`. Raises NotFoundError, CorruptionError or DataError naming
-    it.
+    it. The configuration's `run` is the directory that was asked, and `first_weights` those that were moved with it.
     """
     found = unseal_as("run", fs.read_bytes(paths.run_json), paths.run_json, version=FORMAT_VERSION)
     for name in ("plan", "config"):
         documents.mapping(found.get(name), where=f"{paths.run_json}: {name}")
+    was, source = found["config"].get("run"), found.get("first_weights")
+    found["config"] = {**found["config"], "run": paths.root}
+    if isinstance(was, str) and isinstance(source, str):
+        found["first_weights"] = where_now(source, was, paths.root, found.get("first_weights_sha256"))
     return found
 
 
@@ -167,7 +172,8 @@ def note_first_weights(fs: FileSystem, paths: RunPaths, url: str, confirm: Calla
     """Write in run.json where the first weights were found: what is published under a name changes later."""
     document = read_run(fs, paths)
     if document.get("first_weights") != url:
-        write_file(fs, paths.run_json, seal({**document, "first_weights": url}), exclusive=False, confirm=confirm)
+        noted = {"first_weights": url, "first_weights_sha256": manifest_digest(url)}
+        write_file(fs, paths.run_json, seal({**document, **noted}), exclusive=False, confirm=confirm)
 
 
 def begun_from(document: Mapping[str, Any]) -> str | None:

@@ -147,7 +147,7 @@ def read_status(fs: FileSystem, paths: RunPaths) -> RunStatus:
             raise no_run(fs, paths) from None
         raise NotFoundError(
             f"{paths.root} has no status",
-            got="no status.json: its driver was killed in its first seconds",
+            got="no status.json: its driver ended in its first seconds, or could not write it",
             allowed="a run that lockstep train has begun",
             next_step=f"See `lockstep report {paths.root}`; the same lockstep train call continues the run.",
         ) from None
@@ -169,11 +169,13 @@ def words(status: RunStatus, run: str, now: datetime.datetime) -> str:
     if silent_s is not None:
         then = "resumes" if status.checkpoint else "begins again, since there is no checkpoint yet"
         lines.append(
-            f"  no driver has written for {silent_s:.0f} s: it was killed or is paused; the same lockstep train {then}"
+            f"  no driver has written for {silent_s:.0f} s: it was killed, is paused or cannot write; the same "
+            f"lockstep train {then}"
         )
     elif status.state == INTERRUPTED:
         lines.append(
-            "  its driver was killed; the same lockstep train resumes it, or begins again without a checkpoint"
+            "  its driver ended without a word: it was killed, or could not write its status; the same lockstep train "
+            f"{'resumes it' if status.checkpoint else 'begins again, since there is no checkpoint yet'}"
         )
     restarts = f", {status.restarts} restarts" if status.restarts else ""
     where = f", {status.application}" if status.application else ""

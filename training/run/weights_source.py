@@ -15,7 +15,7 @@ from lockstep.training.rules import Keep
 from lockstep.training.run.best import find_best
 from lockstep.training.run.lineage import chain_of, find_tip
 from lockstep.training.run.paths import RunPaths
-from lockstep.training.run.published import read_published
+from lockstep.training.run.published import published_model
 from lockstep.training.run.result import find_model
 from lockstep.training.run.run_json import read_run
 
@@ -71,8 +71,8 @@ def located(url: str) -> str:
 
     The driver looks it up once: the newest checkpoint of a run that still trains changes, and ranks would start apart.
     """
-    if not url.endswith(FILES) and (current := read_published(filesystem(url), url)) is not None:
-        return str(current["model"])
+    if not url.endswith(FILES) and (current := published_model(filesystem(url), url)) is not None:
+        return current
     if url.endswith(FILES) or not filesystem(url).exists(RunPaths(url).run_json):
         return url
     model, checkpoint = newest_of(url)
@@ -81,8 +81,8 @@ def located(url: str) -> str:
 
 def check_weights(url: str) -> None:
     """Raise ConfigError or DataError where `url` holds no weights, without reading them: the ranks check each byte."""
-    if not url.endswith(FILES) and (current := read_published(filesystem(url), url)) is not None:
-        url = str(current["model"])
+    if not url.endswith(FILES) and (current := published_model(filesystem(url), url)) is not None:
+        url = current
     fs, paths = filesystem(url), RunPaths(url)
     if url.endswith(FILES):
         if not fs.exists(url):

@@ -21,7 +21,7 @@ from lockstep.storage.errors import ConfigError, CorruptionError, NotFoundError,
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file
-from lockstep.storage.urls import absolute, join
+from lockstep.storage.urls import absolute, basename, join
 from lockstep.training.config import TrainConfig
 from lockstep.training.driver.preflight import preflight
 from lockstep.training.driver.train import Hooks, train
@@ -138,8 +138,9 @@ def _evaluated(fs: FileSystem, url: str, fold: str, run: TrainConfig, launch: La
         error.next_step = "Delete this file: the same call evaluates the fold again."
         raise
     model, checkpoint = newest_of(run.run)
-    if stored is not None and stored["model"] == (model or checkpoint):
-        return stored
+    newest = str(model or checkpoint)
+    if stored is not None and basename(stored["model"]) == basename(newest):
+        return stored | {"run": run.run, "model": newest}  # all may have been moved since
     found = evaluate(EvaluateRequest((run.run,), run.data.datasets[0], fold, num_ranks=run.ranks.num_ranks), launch)
     document = {"format_version": FORMAT_VERSION, "kind": "evaluation", **found}
     write_file(fs, url, seal(document), exclusive=False)
@@ -154,7 +155,8 @@ def _pooled(
         stored = unseal_as("cross_validation", fs.read_bytes(url), url, version=FORMAT_VERSION)
     except NotFoundError:
         stored = {"folds": []}
-    if [fold["model"] for fold in stored["folds"]] == [fold["model"] for fold in folds] and "pooled" in stored:
+    models = [[basename(fold["model"]) for fold in each] for each in (stored["folds"], folds)]
+    if models[0] == models[1] and "pooled" in stored:
         return dict(stored["pooled"])
     runs = {fold["fold"]: fold["run"] for fold in folds}
     return evaluate_pooled(runs, config.data.datasets[0], launch, num_ranks=config.ranks.num_ranks)

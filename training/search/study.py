@@ -18,6 +18,8 @@ from optuna.samplers import BaseSampler, GridSampler, RandomSampler, TPESampler
 from optuna.trial import TrialState
 
 from lockstep.storage.errors import DataError, TrainingFailedError
+from lockstep.storage.run_layout import MODELS
+from lockstep.storage.urls import basename
 from lockstep.training.control.protocol import json_safe
 from lockstep.training.search.config import SearchConfig
 from lockstep.training.search.journal import ASKED, ENDED, EPOCH, PRUNED, Journal
@@ -175,7 +177,9 @@ class Study:
             trial.state, trial.reason = FAILED, reason or f"its metric is {value}"
         else:
             self._study.tell(asked, value)
-            trial.state, trial.value, trial.model = DONE, value, model
+            trial.state, trial.value = DONE, value
+            # The journal has the model's URL of that day; the search may have been moved since.
+            trial.model = model and f"{self._config.run_of(trial.number)}/{MODELS}/{basename(model)}"
 
 
 def _distribution(parameter: Parameter) -> BaseDistribution:

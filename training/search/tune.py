@@ -20,6 +20,7 @@ from lockstep.storage.errors import ConfigError, CorruptionError, DataError, Loc
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file
 from lockstep.storage.shown import counted
+from lockstep.storage.urls import basename
 from lockstep.training.config import TrainConfig
 from lockstep.training.control.failures import LauncherGoneError
 from lockstep.training.driver.ownership import Lease
@@ -156,7 +157,7 @@ def run_trials(
             _Search(config, study, trainer, hooks, lease, shown).run()
         best = study.best()
         run = config.run_of(best.number)
-        tested = _tested(config, best.model) or tests(run)
+        tested = _tested(config, best) or tests(run)
         document = {
             "search": config.root,
             "trial": best.number,
@@ -175,15 +176,19 @@ def run_trials(
     return document
 
 
-def _tested(config: SearchConfig, model: str | None) -> dict[str, Any] | None:
-    """The evaluation in best.json, if it is one of this model on the same split."""
-    url = f"{config.root}/best.json"
+def _tested(config: SearchConfig, best: Trial) -> dict[str, Any] | None:
+    """The evaluation in best.json, if it is one of this trial's model on the same split."""
+    url, model = f"{config.root}/best.json", best.model
     try:
         document = unseal_as("best trial", filesystem(config.root).read_bytes(url), url, version=FORMAT_VERSION)
     except NotFoundError:
         return None
     found: dict[str, Any] = document.get("test") or {}
-    return found if (found.get("model"), found.get("split")) == (model, config.test or TEST) else None
+    if model is None or found.get("split") != (config.test or TEST) or document["trial"] != best.number:
+        return None
+    if basename(found["model"]) != basename(model):
+        return None
+    return found | {"run": config.run_of(best.number), "model": model}  # the search may have been moved since
 
 
 def summary_of_search(best: Mapping[str, Any]) -> str:

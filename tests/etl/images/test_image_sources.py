@@ -152,7 +152,7 @@ def test_what_would_shift_the_labels_is_refused(spark: SparkSession, tmp_path: P
     for source, place, split in (("folder", root, "given"), ("tar", archive, "80/20")):
         with pytest.raises(DataError, match="classes without an image in train") as caught:
             job.run(spark, config(place, tmp_path / "out", source=source, split=split))
-        assert caught.value.got == "images (2 images, as val/images/0.png)" and caught.value.exit_code == 1
+        assert caught.value.got == "images (2 images, as val/images/0.png)" and caught.value.exit_code == 2
     empty = make_tree(tmp_path / "empty", {f"{name}/{n}.png": b"" for name in "ab" for n in range(3)})
     with pytest.raises(DataError, match="6 of 6 records are bad") as caught:
         job.run(spark, config(empty, tmp_path / "out", source="folder", split="1/1"))

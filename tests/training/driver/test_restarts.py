@@ -132,7 +132,7 @@ def test_only_the_same_death_twice_in_a_row_ends_the_run(
         return
     with pytest.raises(TrainingFailedError, match="which no restart cures") as caught:
         told(policy, second)
-    assert caught.value.exit_code == 1 and words in caught.value.what
+    assert caught.value.exit_code == 2 and words in caught.value.what
 
 
 def test_a_storage_that_fails_at_the_same_step_may_be_back_the_next_time(policy: RestartPolicy) -> None:

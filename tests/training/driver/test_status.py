@@ -7,6 +7,7 @@ import importlib
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -19,7 +20,8 @@ from typing import Any
 
 import pytest
 
-from lockstep.jobs import control, watch
+from lockstep.jobs import control, status, watch
+from lockstep.storage.documents import seal
 from lockstep.storage.errors import ConfigError, CorruptionError, LockstepError, NotFoundError, TrainingFailedError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
@@ -36,7 +38,7 @@ from lockstep.training.launch.local import run_local
 from lockstep.training.run import requests
 from lockstep.training.run.lineage import CheckpointRef, Claim
 from lockstep.training.run.paths import RunPaths
-from lockstep.training.run.status import STARTING, RankStatus, RunStatus, now_utc, read_status, words
+from lockstep.training.run.status import INTERRUPTED, STARTING, RankStatus, RunStatus, now_utc, read_status, words
 from tests.training import _threads
 from tests.training._tiny import write_table
 from tests.waiting import until
@@ -70,7 +72,7 @@ def test_a_status_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match=r"is not a run\n  got: no run\.json"):
         read_status(fs, paths)
     (tmp_path / "run.json").write_text("{}")
-    with pytest.raises(NotFoundError, match=r"has no status[\s\S]*killed in its first seconds[\s\S]*lockstep report"):
+    with pytest.raises(NotFoundError, match=r"has no status[\s\S]*ended in its first seconds[\s\S]*lockstep report"):
         read_status(fs, paths)
     Path(paths.status).write_bytes(TRAINS.to_bytes())
     assert read_status(fs, paths) == TRAINS
@@ -105,6 +107,28 @@ def test_the_words_of_a_status() -> None:
 def test_a_driver_that_writes_no_more_is_named(state: str, age_s: float, silent: bool) -> None:
     text = words(replace(TRAINS, state=state), "RUN", NOON + datetime.timedelta(seconds=age_s))
     assert ("no driver has written for" in text) is silent
+
+
+def test_a_run_whose_driver_ended_without_a_word_shows_the_checkpoint_that_is_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fs, paths = filesystem(str(tmp_path)), RunPaths(str(tmp_path))
+    (tmp_path / "run.json").write_text("{}")
+    Path(paths.status).write_bytes(TRAINS.to_bytes())  # an hour ago; later ones found no room
+    for generation, parent in ((1, None), (2, CheckpointRef(10, 1))):
+        claim = Claim(generation=generation, parent=parent, nonce="ab", epochs=4, num_ranks=2)
+        write_file(fs, paths.claim(generation), seal(claim.to_json()))
+    for step in (20, 40):
+        Path(paths.checkpoint(step, 2)).mkdir(parents=True)
+    assert status.main([str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "interrupted" in said and "newest checkpoint: step-0000000040.g0002" in said
+    assert "it was killed, is paused or cannot write; the same lockstep train resumes" in said
+    here = words(replace(TRAINS, state=INTERRUPTED), "RUN", NOON)  # on this host it is known to have ended
+    assert "its driver ended without a word: it was killed, or could not write its status" in here
+    shutil.rmtree(paths.checkpoints)
+    Path(paths.claim(2)).unlink()
+    assert status.main([str(tmp_path)]) == 0 and "newest checkpoint: none yet" in capsys.readouterr().out
 
 
 def test_what_is_no_request_is_ignored_and_a_run_without_a_driver_is_refused(tmp_path: Path) -> None:

@@ -170,6 +170,17 @@ def test_a_rank_that_recovers_is_named_again_when_it_becomes_slow_again() -> Non
     assert [(named.rank, step < 50 or 400 < step < 450) for step, named in found] == [(2, True), (2, True)]
 
 
+def test_ranks_that_are_slow_in_turn_on_a_busy_host_are_not_named_in_turn() -> None:
+    """Each is slow for 60 steps of 0.1 s: long enough to be named, and well again before one may be named again."""
+    found = simulate(2, 300, 5, lambda step, rank: 0.1 if step // 60 % 2 == rank else 0.05)
+    assert len(found) == 1
+
+
+def test_a_rank_that_stays_slow_is_named_after_another_one_was() -> None:
+    found = simulate(2, 1000, 5, lambda step, rank: 0.1 if rank == (step > 50) else 0.05)
+    assert [named.rank for _, named in found] == [0, 1] and found[1][0] > 400, "when the first note has rested"
+
+
 def test_rows_of_many_steps_count_once_and_only_when_all_ranks_have_reported() -> None:
     clock = [0.0]
     watch = Stragglers([1, 1], lambda: clock[0])

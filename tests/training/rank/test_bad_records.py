@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,7 @@ def test_a_run_skips_what_it_cannot_decode_and_its_audit_validation_evaluation_a
     lost = 1 if form == "tfrecord" else 8  # records: in gzip and Parquet those of the block
     done = run(config_of(data, url, 2, validate="test", on_bad_record="skip", audit=True))
     assert done.bad_records["samples"] == lost and shard.name in done.bad_records["first"][0]
+    assert re.search(rf"\n{lost} records? skipped with weight 0; the first: .*{shard.name}", done.summary())
 
     for content in (None, before):  # the shard as it is now, and restored
         if content is not None:

@@ -50,6 +50,7 @@ def test_a_whole_run_is_right_and_its_left_over_is_listed(run: Run) -> None:
     report = check_audit(run.plan, run.reader, run.audits, steps=STEPS, epochs=EPOCHS)
     assert report.ok and report.samples == STEPS * 24
     assert len(report.left_over) == 8 and {epoch for epoch, _ in report.left_over} == {1}
+    assert str(report).endswith("each once; 8 left over")
     assert report.left_over == tuple((e, sample_hex(s)) for e, s in left_over(run.plan, run.reader, EPOCHS))
 
 
@@ -57,6 +58,7 @@ def test_a_run_that_is_not_yet_at_its_end_is_right_so_far(run: Run) -> None:
     so_far = [audit for audit in run.audits if not audit[0].endswith("-8")]
     report = check_audit(run.plan, run.reader, so_far, steps=6, epochs=EPOCHS)
     assert report.ok and len(report.left_over) == 2 * 100 - 6 * 24
+    assert str(report).endswith("; 56 not trained on yet, since epoch 2 is under way")
 
 
 def test_audit_files_are_read_by_url(run: Run, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from lockstep.storage.errors import ConfigError, CorruptionError, DataError, Not
 from lockstep.storage.fs import filesystem
 from lockstep.storage.urls import join
 from lockstep.training.driver.ownership import Lease
-from lockstep.training.driver.retention import empty_trash, retire, tidy_up
+from lockstep.training.driver.retention import empty_trash, end_trash, retire, tidy_up
 from lockstep.training.rules import Keep
 from lockstep.training.run.lineage import (
     MAX_GENERATION,
@@ -144,6 +144,8 @@ def test_tip_passes_over_what_is_not_whole(paths: RunPaths, caplog: pytest.LogCa
     assert tip(paths) == Ref(10, 1)
     assert "step-0000000020.g0001 is refused" in caplog.text
     assert "step-0000000015.g0001 is refused" in caplog.text
+    said = "next: There is nothing to do: a run that resumes begins at step-0000000010.g0001 and computes steps 11 to "
+    assert f"{said}20 again." in caplog.text and f"{said}15 again." in caplog.text and "verify URL" not in caplog.text
     Path(paths.checkpoint(10, 1), "rank-00000.bin").unlink()
     assert tip(paths) == Ref(5, 1)
     Path(paths.checkpoint(5, 1), "_manifest.json").write_bytes(b"{}")
@@ -244,6 +246,24 @@ def test_a_generation_empties_its_own_trash_while_lease_and_claims_are_its_own(p
     start(paths, Ref(15, 1))
     tidy_up(fs, paths, 2, find_tip(fs, paths), keep=Keep(1))
     assert names(paths.trash(1)) == []
+
+
+def test_the_end_of_a_run_empties_the_trash_of_all_its_generations_but_for_what_is_kept(paths: RunPaths) -> None:
+    fs = filesystem(paths.root)
+    start(paths, None)
+    for step, auc in ((5, 0.6), (10, 0.9), (15, 0.8), (20, 0.7)):
+        put(paths, step, 1, state={"in_epoch": False, "metrics": {"auc": auc}})
+    retire(fs, paths, 1, Keep(2))
+    Path(paths.checkpoint(20, 1), "_manifest.json").unlink()  # lost, so that the trash holds what replaces it
+    start(paths, Ref(15, 1))
+    tidy_up(fs, paths, 2, find_tip(fs, paths), keep=Keep(3))
+    assert names(paths.trash(1)) == ["step-0000000005.g0001", "step-0000000010.g0001"]
+    for step in (20, 25, 30):
+        put(paths, step, 2, state={"in_epoch": False, "metrics": {"auc": 0.5}})
+    end_trash(fs, paths, 2, Keep(3, best="auc:max"), lambda: None)
+    assert names(paths.trash(1)) == ["step-0000000010.g0001"], "the best one, which the user has asked for since"
+    end_trash(fs, paths, 2, Keep(3), lambda: None)
+    assert names(paths.trash(1)) == names(paths.trash(2)) == []
 
 
 def test_best_checkpoint_and_one_for_many_steps_survive_a_take_over(paths: RunPaths) -> None:

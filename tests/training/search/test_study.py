@@ -87,10 +87,11 @@ def test_a_value_that_is_no_number_is_a_failed_trial_as_for_optuna(tmp_path: Pat
     study.end(first, float("nan"))
     with pytest.raises(TrainingFailedError, match="its metric is nan"):
         study.best()
-    study.end(second, 1.0, model="m")
+    study.end(second, 1.0, model="/before/it/was/moved/trials/0001/models/g0002")
     again = study_of(tmp_path)
     assert [trial.state for trial in again.trials] == ["failed", "done"]
-    assert again.best().number == 1 and again.best().model == "m" and again.importances() == {}
+    assert again.best().number == 1 and again.importances() == {}
+    assert again.best().model == f"{search(tmp_path).run_of(1)}/models/g0002", "where the search is now"
 
 
 def test_the_page_marks_the_best_links_trials_and_says_how_to_continue(tmp_path: Path) -> None:
