@@ -32,7 +32,8 @@ def told(state: RankState, now: float = 0.0) -> RankFailedError:
 def test_a_crash_of_native_code_sends_to_the_dataset(code: int, phase: str, advised: bool) -> None:
     error = told(RankState(3, "node-4", step=7, phase=phase, exit_code=code, tail=["last words"]))
     assert ("`lockstep verify DATASET`" in error.next_step) is advised
-    assert "rank 3 of 8 on node-4 failed at step 7" in error.what
+    where = "in its script" if phase == SCRIPT else f"at step 7, phase {phase}"
+    assert error.what == f"rank 3 of 8 on node-4 failed {where}"
     assert code > 0 or f"killed by {signal.Signals(-code).name}" in error.got
 
 
