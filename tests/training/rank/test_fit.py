@@ -322,14 +322,14 @@ def test_a_shard_that_is_damaged_where_a_run_resumes_ends_it_at_once_and_says_fr
     data: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     copy = shutil.copytree(data["table"], tmp_path / "copy")
-    train(str(copy), tmp_path / "run", 2, "logistic", epochs=1)
+    train(str(copy), tmp_path / "run", 2, f"{OWN}:momentum", epochs=1)
     for shard in (copy / "split=train").iterdir():
         content = bytearray(shard.read_bytes())
         content[::9] = (byte ^ 1 for byte in content[::9])
         shard.write_bytes(content)
     capsys.readouterr()
     with pytest.raises(CorruptionError, match=r"checksum.*part-") as caught:
-        train(str(copy), tmp_path / "run", 2, "logistic", epochs=2)
+        train(str(copy), tmp_path / "run", 2, f"{OWN}:momentum", epochs=2)
     said = capsys.readouterr().err
     assert said.count("resuming from") == 1 and "generation" not in said, said
     assert caught.value.next_step.endswith("It resumes from step-0000000008.g0001.")
