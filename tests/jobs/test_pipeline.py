@@ -94,8 +94,17 @@ def test_two_pipelines_of_one_name_are_refused(conf: Path) -> None:
         pipeline.main(["--config", str(conf), "other.toml"])
 
 
+class Nothing(dict[str, Any]):
+    """What a step returns that did not run: an evaluation, and a manifest of which nothing was rejected."""
+
+    counts = SimpleNamespace(quarantined=0)
+
+
+NOTHING = Nothing(metrics={"accuracy": 0.5})
+
+
 def test_a_metric_that_the_model_has_not(conf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Pipeline, "_step", lambda self, name, step: {"metrics": {"accuracy": 0.5}})
+    monkeypatch.setattr(Pipeline, "_step", lambda self, name, step: NOTHING)
     with pytest.raises(ConfigError, match="no metric `auc`") as caught:
         Pipeline.load(str(conf), "out").run(cast(Any, None))
     assert "accuracy" in caught.value.allowed
@@ -118,8 +127,7 @@ def test_the_training_s_launcher_is_the_file_s(
     conf.write_text(LOG.replace("epochs = 1", f"epochs = 1\nlauncher = '{launcher}'"))
     launches = []
     monkeypatch.setattr("lockstep.jobs._pipeline.train_run", lambda config, launch, **_: launches.append(type(launch)))
-    nothing = {"metrics": {"accuracy": 0.5}}
-    monkeypatch.setattr(Pipeline, "_step", lambda self, name, step: step() if name == "train" else nothing)
+    monkeypatch.setattr(Pipeline, "_step", lambda self, name, step: step() if name == "train" else NOTHING)
     with pytest.raises(ConfigError, match="no metric `auc`"):
         Pipeline.load(str(conf), "out").run(cast(Any, None))
     assert [kind.__name__ for kind in launches] == [name]
