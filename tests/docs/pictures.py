@@ -39,7 +39,8 @@ def photograph(page: Path, picture: Path, width: int = 1000, height: int = 800) 
     assert root is not None, "no chromium"
     command = [
         str(root / "usr" / "lib" / "chromium" / "chromium"), "--headless", "--no-sandbox", "--disable-gpu",
-        "--hide-scrollbars", f"--window-size={width},{height}", "--virtual-time-budget=4000",
+        "--hide-scrollbars", "--run-all-compositor-stages-before-draw",
+        f"--window-size={width},{height}", "--virtual-time-budget=4000",
         f"--screenshot={picture}", page.resolve().as_uri(),
     ]  # fmt: skip
     subprocess.run(command, env=CHROMIUM.environment(), capture_output=True, timeout=LIMIT_S, check=True)
