@@ -155,7 +155,7 @@ def test_ddp_and_horovod_s_names_print_the_same_losses_and_accuracy(tmp_path: Pa
 def test_a_training_killed_three_times_ends_with_the_weights_of_one_in_peace(tmp_path: Path) -> None:
     printed = ran("recovery", tmp_path)
     ends = re.findall(r"last epoch: (.*)", printed)
-    assert len(ends) == 2 and ends[0] == ends[1]
+    assert len(ends) == 3 and len({frozenset(end.split(", ")) for end in ends}) == 1  # the last is of the loop
     claims = sorted((tmp_path / ".demo" / "recovery" / "killed" / "generations").iterdir())
     assert len(claims) == 4  # the first start, and one after each kill
 

@@ -78,8 +78,8 @@ def test_the_mean_of_models_its_slices_and_its_calibration(tmp_path: Path) -> No
     assert (high - low) / 2 == pytest.approx(1.96473 * (each[0] - each[1]).std(ddof=1) / 500**0.5, rel=1e-4)
     alone = evaluate(runs[1], data, "test", run_threads, batch=BATCH, slices=("page", "a"), baseline="rate:page")
     member = result["members"][1]
-    assert {name: member[name] for name in alone if name not in ("dataset", "split", "chosen_on")} == {
-        name: value for name, value in alone.items() if name not in ("dataset", "split", "chosen_on")
+    assert {name: member[name] for name in alone if name not in ("dataset", "split", "chosen_on", "class_names")} == {
+        name: value for name, value in alone.items() if name not in ("dataset", "split", "chosen_on", "class_names")
     }
     page = raw.column("page").to_numpy()
     assert {one["value"] for one in result["slices"]["page"]} == set(map(str, range(10)))
