@@ -179,6 +179,6 @@ def test_the_bytes_are_those_of_the_general_way(
     assert sorted(rejected) == ["broken_image", "not_a_regular_file", "unknown_format", "unsafe_name"]
     if fmt == "tfrecord":
         return
-    with pytest.raises(DataError, match="3 of 109 records are bad"):  # as told of those that headers tell
+    with pytest.raises(DataError, match="3 of 105 records are bad"):  # as told of those that headers tell
         job.run(spark, config(path, tmp_path / "refused", **{**more, "max_bad": "2%"}))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["_quarantine-refused", "general", "planned", "set.tar"]
