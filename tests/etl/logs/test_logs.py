@@ -201,7 +201,7 @@ def test_noise_ends_with_one_clear_error_and_killed_tasks_change_no_byte(
     assert done.returncode == 0, done.stderr[-2000:]
     assert tree(folder / "killed") == tree(small)
 
-    of_noise, separator, _ = done.stderr.partition("noise ended with 1\n")
+    of_noise, separator, _ = done.stderr.partition("noise ended with 2\n")
     error = of_noise[of_noise.index("error: ") :].splitlines()
     assert separator and error[0] == "error: 50 of 50 records are bad, more than --max-bad allows"
     assert [line.split(":")[0].strip() for line in error[1:4]] == ["got", "allowed", "next"]
