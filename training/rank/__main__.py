@@ -129,7 +129,7 @@ def show_in_ps(world: World) -> None:
     try:
         fields = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         shown = Path("/proc/self/cmdline").read_bytes()
-    except OSError:
+    except OSError:  # no /proc, as on macOS: the title stays
         return
     begin, end = (int(field) for field in fields[45:47])  # arg_start and arg_end of proc(5), counted from the state
     words = [b"python", b"-P", b"-m", b"lockstep.training.rank", f"rank {world.rank} of {world.num_ranks}".encode()]
