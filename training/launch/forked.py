@@ -97,6 +97,7 @@ class _Zygote:
     def __init__(self, circumstances: _Circumstances) -> None:
         self.circumstances = circumstances
         self.owner = os.getpid()
+        self.served = False
         ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with its:
             self.process = subprocess.Popen(
@@ -137,6 +138,7 @@ class _Zygote:
             if not text:
                 return None
             report.settimeout(None)
+            self.served = True
             ours.pop_all()
             return ForkedRank(int(text), handles[0], report, stdin, stdout)
 
@@ -158,14 +160,22 @@ def fork_rank(environment: Mapping[str, str], page: int, stacks: int) -> ForkedR
     """
     if any(name in environment for name in IN_CONTAINER):
         return None
-    wanted = _Circumstances.now(environment)
+    zygote = _zygote_for(_Circumstances.now(environment))
+    rank = zygote.fork(environment, page, stacks)
+    if rank is None and zygote.served:  # it was killed just now; one that never served cannot import TensorFlow
+        with suppress(subprocess.TimeoutExpired):
+            zygote.process.wait(END_S)
+            rank = _zygote_for(zygote.circumstances).fork(environment, page, stacks)
+    return rank
+
+
+def _zygote_for(wanted: _Circumstances) -> _Zygote:
     with _asking:
         if _zygotes and not (_zygotes[0].lives and _zygotes[0].circumstances == wanted):
             _zygotes.pop().end()
         if not _zygotes:
             _zygotes.append(_Zygote(wanted))
-        zygote = _zygotes[0]
-    return zygote.fork(environment, page, stacks)
+        return _zygotes[0]
 
 
 def _end() -> None:

@@ -188,7 +188,7 @@ def _tested(config: SearchConfig, best: Trial) -> dict[str, Any] | None:
         return None
     if basename(found["model"]) != basename(model):
         return None
-    return found | {"run": config.run_of(best.number), "model": model}  # the search may have been moved since
+    return found | {"model": model}  # the search may have been moved since
 
 
 def summary_of_search(best: Mapping[str, Any]) -> str:
