@@ -105,12 +105,12 @@ def lagged(seed: int, arm: Arm, steps: int) -> dict[str, float]:
     return found | {"rho": float(np.mean(rho)), "least_rho": min(rho)}
 
 
-def lag(count: int, steps: int) -> None:
+def lag(count: int, first: int, steps: int) -> None:
     """All arms of a seed in turns, then medians and spreads, and in how many seeds V-trace is ahead."""
     print("| seed | arm | mean return of all episodes | of the last 100 | mean rho | least rho of an update |")
     print("| --- | --- | --- | --- | --- | --- |")
     every: dict[str, list[dict[str, float]]] = {arm.name: [] for arm in ARMS}
-    for seed in range(count):
+    for seed in range(first, first + count):
         for arm in ARMS:
             found = lagged(seed, arm, steps)
             every[arm.name].append(found)
@@ -190,6 +190,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=0, metavar="N")
     parser.add_argument("--lag", type=int, default=0, metavar="N")
+    parser.add_argument("--first-seed", type=int, default=0, metavar="SEED", help="of --lag")
     parser.add_argument("--lag-steps", type=int, default=LAG_STEPS)
     parser.add_argument("--speed", type=int, default=0, metavar="N")
     parser.add_argument("--rllib", metavar="PYTHON")
@@ -201,7 +202,7 @@ def main() -> None:
     if args.seeds:
         seeds(args.seeds)
     if args.lag:
-        lag(args.lag, args.lag_steps)
+        lag(args.lag, args.first_seed, args.lag_steps)
     if args.speed:
         speed(args.speed, args.rllib)
 
