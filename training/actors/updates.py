@@ -19,9 +19,10 @@ from lockstep.training.actors.vtrace import vtrace
 from lockstep.training.comm.base import Communicator
 
 VALUE_WEIGHT = 0.5  # of the values' squared errors in the loss, as in the paper's appendix
-# How much of the mean square of advantages is kept at the next batch. If each batch were divided by its own root mean
+# How much of the mean square of advantages is kept at the next update. If each batch were divided by its own root mean
 # square, batches without information would weigh as much as others, and a policy without entropy would stay so.
 SIZE_KEPT = 0.99
+SIZE_KEPT_FALLING = 0.9999  # while it falls: what is small once a game is solved is noise, and its first error is large
 CLIP_NORM = 0.5  # of the gradient over all variables
 SMALL = 0.01  # of the policy's first kernel: at first all actions are about as likely
 INPUT = "observation"
@@ -60,13 +61,14 @@ class Updates:
     def __init__(self, config: AgentConfig, shape: Shape, comm: Communicator, *, correct: bool = True) -> None:
         """`correct`: whether trajectories are corrected by V-trace; else they count as played by today's weights."""
         self.model, self._variables = make_model(shape, config.widths, config.seed)
-        self._optimizer = keras.optimizers.Adam(config.learning_rate, global_clipnorm=CLIP_NORM, epsilon=1e-5)
+        # AMSGrad: after a long time of small gradients, Adam would answer the first large one by the largest of steps.
+        self._optimizer = keras.optimizers.Adam(
+            config.learning_rate, global_clipnorm=CLIP_NORM, epsilon=1e-5, amsgrad=True
+        )
         self._optimizer.build(self._variables)
         self._config, self._comm, self._correct = config, comm, correct
         self._horizon = 1.0 / (1.0 - config.discount)  # the value of a reward of 1 at each step
-        # The mean square of advantages over about 1 / (1 - SIZE_KEPT) batches of this learner, 0 before the first one.
-        # Each learner may have its own: the sum of gradients is the same on all. A resumed run begins with 0.
-        self._square = keras.Variable(0.0, trainable=False, name="square")
+        self._square = keras.Variable(0.0, trainable=False, name="square")  # of advantages, the mean; 0 before a batch
         self._gradient = tf.function(self._gradient_of)
         self._apply = tf.function(self._applied)
         self._sizes = [int(np.prod(variable.shape)) for variable in self._variables]
@@ -83,13 +85,21 @@ class Updates:
         `progress` is the done share of the run, from 0 to 1; the rate falls to 0 with it. Returns the sums over all
         learners of `words`, small integers. A collective.
         """
-        found, rho = self._gradient(columns_of(batch))
+        found, squares, rho = self._gradient(columns_of(batch))
         gradient, self.rho = found.numpy(), float(rho)
-        buffer = np.concatenate([gradient, np.asarray(words, np.float32)])  # whole numbers below 2^24 are exact
+        # whole numbers below 2^24 are exact
+        buffer = np.concatenate([gradient, squares.numpy(), np.asarray(words, np.float32)])
         self._comm.all_reduce(buffer)
         self._optimizer.learning_rate.assign(self._config.learning_rate * max(0.0, 1.0 - progress))
         self._apply(buffer[: gradient.size] / np.float32(self._comm.num_ranks))
-        return np.rint(buffer[gradient.size :]).astype(np.int64)
+        total, weight, *sums = buffer[gradient.size :]
+        self._take_size(float(total) / (float(weight) + 1e-6))
+        return np.rint(sums).astype(np.int64)
+
+    def _take_size(self, square: float) -> None:
+        before = float(self._square)
+        kept = (SIZE_KEPT_FALLING if square < before else SIZE_KEPT) if before > 0 else 0.0
+        self._square.assign(kept * before + (1.0 - kept) * square)
 
     def tensors(self) -> dict[str, NDArray[Any]]:
         """Weights and the optimizer's state, by name."""
@@ -111,10 +121,12 @@ class Updates:
 
     def _named(self) -> dict[str, keras.Variable]:
         found = {f"weights/{index:04d}": one for index, one in enumerate(self._variables)}
-        return found | {f"optimizer/{index:04d}": one for index, one in enumerate(self._optimizer.variables)}
+        found |= {f"optimizer/{index:04d}": one for index, one in enumerate(self._optimizer.variables)}
+        return found | {"optimizer/square": self._square}
 
-    def _gradient_of(self, columns: dict[str, Any]) -> tuple[Any, Any]:
-        """Returns the gradient as one flat tensor, and the mean of min(1, pi / mu)."""
+    def _gradient_of(self, columns: dict[str, Any]) -> tuple[Any, Any, Any]:
+        """Returns the gradient as one flat tensor, [sum of the advantages' squares, its weight], and the mean of
+        min(1, pi / mu)."""
         observations = columns["observations"]
         steps, envs, inputs = (int(size) for size in observations.shape)
         played = ops.cast((columns["what"] & PLAYED) > 0, "float32")
@@ -133,17 +145,16 @@ class Updates:
             )
             # The size that advantages have without rho: else those of a batch that no policy of today plays would grow.
             weight = ops.sum(ops.square(ops.minimum(ratios * played, 1.0)))
-            square = ops.stop_gradient(ops.sum(ops.square(targets.advantages)) / (weight + 1e-6))
-            kept = ops.where(self._square > 0, SIZE_KEPT, 0.0)
-            self._square.assign(kept * self._square + (1.0 - kept) * square)
-            size = ops.sqrt(self._square)
+            squares = ops.stop_gradient(ops.sum(ops.square(targets.advantages)))
+            size = ops.sqrt(ops.where(self._square > 0, self._square, squares / (weight + 1e-6)))
             policy = -ops.sum(targets.advantages / (size + 1e-6) * log_taken * played)
             value = ops.sum(ops.square((targets.values - values[:-1]) / self._horizon) * played)
             entropy = -ops.sum(ops.sum(ops.exp(log_pi) * log_pi, axis=-1) * played)
             loss = (policy + VALUE_WEIGHT * value - self._config.entropy * entropy) / count
         gradients = tape.gradient(loss, [variable.value for variable in self._variables])
         rho = ops.sum(ops.minimum(true_ratios, 1.0) * played) / ops.maximum(ops.sum(played), 1.0)
-        return ops.concatenate([ops.reshape(gradient, (-1,)) for gradient in gradients]), rho
+        flat = ops.concatenate([ops.reshape(gradient, (-1,)) for gradient in gradients])
+        return flat, ops.stack([squares, weight]), rho
 
     def _applied(self, flat: Any) -> None:
         parts = tf.split(flat, self._sizes)

@@ -110,21 +110,45 @@ def test_rho_says_how_far_a_batch_is_off_the_policy(tmp_path: Path) -> None:
 
 
 def test_advantages_are_divided_by_their_size_over_many_batches(tmp_path: Path) -> None:
-    """The second batch is a hundredth of the mean. Its own mean square is that of a learner which has seen no other."""
+    """A larger batch is a hundredth of the mean, a smaller one a ten thousandth. The mean square of each by itself is
+    that of a learner which has seen no other."""
     config = small(str(tmp_path), learning_rate=1e-9)
     player = Player(config.env, config.envs, config.unroll, config.widths, seed=[1])
-    first, second = (player.play().copy() for _ in range(2))
-    second[0]["rewards"] += 100.0
-    alone = []
-    for record in (first, second):
+    small_batch, large = (player.play().copy() for _ in range(2))
+    large[0]["rewards"] += 100.0
+
+    def size_after(*records: Any) -> float:
         updates = Updates(config, player.envs.shape, SoloCommunicator())
-        updates.update([record], 0.0, [])
-        alone.append(float(updates._square))
-    updates = Updates(config, player.envs.shape, SoloCommunicator())
-    for record in (first, second):
-        updates.update([record], 0.0, [])
-    assert alone[1] > 2 * alone[0] > 0
-    assert float(updates._square) == pytest.approx(0.99 * alone[0] + 0.01 * alone[1], rel=1e-4)
+        for record in records:
+            updates.update([record], 0.0, [])
+        return float(updates.tensors()["optimizer/square"])
+
+    low, high = size_after(small_batch), size_after(large)
+    assert high > 2 * low > 0
+    assert size_after(small_batch, large) == pytest.approx(0.99 * low + 0.01 * high, rel=1e-4)
+    assert size_after(large, small_batch) == pytest.approx(0.9999 * high + 0.0001 * low, rel=1e-4)
+
+
+def test_the_size_of_advantages_is_that_of_all_learners_and_is_resumed(tmp_path: Path) -> None:
+    config = small(str(tmp_path))
+    player = Player(config.env, config.envs, config.unroll, config.widths, seed=[1])
+    batches = [player.play().copy() for _ in range(3)]
+    batches[1][0]["rewards"] += 100.0
+    pair = [Updates(config, player.envs.shape, comm) for comm in _threads._join(2, 1)]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda at: pair[at].update([batches[at]], 0.0, []), range(2)))
+    stored = pair[0].tensors()
+    assert stored["optimizer/square"] == pair[1].tensors()["optimizer/square"] > 0
+    again = Updates(config, player.envs.shape, SoloCommunicator())
+    again.load(stored)
+    kept = Updates(config, player.envs.shape, SoloCommunicator())
+    kept.load(pair[1].tensors())
+    for one in (again, kept):
+        one.update([batches[2]], 0.0, [])
+    fresh = Updates(config, player.envs.shape, SoloCommunicator())
+    fresh.load({**stored, "optimizer/square": np.float32(0.0)})
+    fresh.update([batches[2]], 0.0, [])
+    assert (again.weights() == kept.weights()).all() and (again.weights() != fresh.weights()).any()
 
 
 def test_a_run_reports_how_far_it_was_off_the_policy(tmp_path: Path) -> None:
