@@ -113,7 +113,7 @@ def test_black_is_left_out_of_pictures_bytes() -> None:
 
 def test_settings_without_a_value_are_left_out(tmp_path: Path) -> None:
     manifest = write_table(str(tmp_path))
-    config = {"shards": 2, "row_group_bytes": None, "clean": False, "bake": []}
+    config: dict[str, object] = {"shards": 2, "row_group_bytes": None, "clean": False, "bake": []}
     manifest = replace(manifest, created_by={**manifest.created_by, "config": config})
     (rows,) = [table.rows for table in dataset_tables(manifest) if table.title == "Configuration"]
     assert rows == (("bake", "none"), ("clean", "false"), ("shards", "2"))
