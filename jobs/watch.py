@@ -31,7 +31,7 @@ def parser() -> JobParser:
     )
     found.epilog = (
         "Redraws a terminal, and prints a line for each change elsewhere. The exit code is that of the run: 0 "
-        "finished, 75 stopped, 1 failed or silent for too long."
+        "finished, 75 stopped, 1 or 2 failed; 1 also if it is silent for too long."
     )
     return found
 
@@ -55,7 +55,8 @@ def main(argv: Sequence[str]) -> int:
                 show(status, run, first=shown is None)
                 shown = status
             if status.ended:
-                return {FINISHED: 0, STOPPED: EXIT_STOPPED}.get(status.state, 1)
+                code = {FINISHED: 0, STOPPED: EXIT_STOPPED}.get(status.state, 1)
+                return code if status.exit_code is None else status.exit_code  # None: of an earlier release
             if (status.silent_s(now_utc()) or 0.0) > args.silent_limit_s:
                 show(status, run, first=True)  # the whole text, which says since when no driver writes
                 return 1

@@ -110,7 +110,7 @@ def dataset_tables(manifest: DatasetManifest) -> Iterator[Table]:
         named.append((f"and {len(manifest.source) - MAX_SOURCES} more", ""))
     if named:  # the input of indexed files are the shards
         yield Table("Input", ("file", "size"), tuple(named))
-    config = [(key, words(value)) for key, value in sorted(_used(manifest).items())]
+    config = [(key, words(value)) for key, value in sorted(_used(manifest).items()) if value is not None]
     if config:
         yield Table("Configuration", (), tuple(config))
 

@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
@@ -136,6 +136,8 @@ class Runtime:
         self.buffers: dict[Any, Any] = {}
         self.queue = ThreadPoolExecutor(1, "horovod")
         """Makes PyTorch's calls one after another, in the order in which the script makes them."""
+        self.last_call: Future[Any] | None = None
+        """The newest of these calls."""
         hosts = list(dict.fromkeys(seat.host for seat in seats))  # in order of their first rank
         self.counts = [sum(seat.host == host for seat in seats) for host in hosts]
         # The hosts that have a rank of this one's local number, in order.

@@ -7,6 +7,7 @@ An argument names the device of all tensors, such as cuda.
 from __future__ import annotations
 
 import sys
+import time
 from typing import Any
 
 import numpy as np
@@ -178,6 +179,14 @@ before = hvd.broadcast_(embedding.weight.data, 0).clone()
 embedding(torch.tensor([rank, 4])).sum().backward()
 optimizer.step()
 same(before - embedding.weight.detach(), [[0.05, 0.05], [0.05, 0.05], [0, 0], [0, 0], [0.1, 0.1]])
+
+# A step's check follows the calls that are still under way, on the rank that waits for the other one too.
+time.sleep(0.3 * rank)
+waiting = [hvd.allreduce_async(torch.ones(1000) * number, op=hvd.Sum) for number in range(20)]
+embedding(torch.tensor([rank, 4])).sum().backward()
+optimizer.step()
+for number, handle in enumerate(waiting):
+    same(hvd.synchronize(handle)[:1], [2 * number])
 
 
 def refused(function: object, words: str) -> None:

@@ -36,19 +36,25 @@ def columns(y: Any) -> Any:
     return ops.reshape(ops.cast(y, keras.config.floatx()), (-1, 1))
 
 
+@keras.saving.register_keras_serializable("tests")
 class InBatch(keras.losses.Loss):
-    """Two vectors a row, y_pred (n, 2 d): all other rows' second vectors are negatives. One value a row."""
+    """Two vectors a row, y_pred (n, 2 d): all other rows' second vectors are negatives. One value a row, or `one`."""
 
-    def __init__(self, reaches: bool, name: str = "in_batch") -> None:
-        super().__init__(name=name)
-        self.reaches = reaches
+    def __init__(self, reaches: bool, one: bool, **others: Any) -> None:
+        super().__init__(**others)
+        self.reaches, self.one = reaches, one
+
+    def get_config(self) -> dict[str, Any]:
+        """Its arguments."""
+        return {**super().get_config(), "reaches": self.reaches, "one": self.one}
 
     def call(self, y_true: Any, y_pred: Any) -> Any:
-        """(n,), or (N,) of all ranks' rows."""
+        """(n,), or (N,) of all ranks' rows; () with `one`."""
         user, item = ops.split(on_ranks.gather(y_pred) if self.reaches else y_pred, 2, axis=-1)
         scores = 5.0 * ops.matmul(user, ops.transpose(item))
         numbers = ops.arange(ops.shape(scores)[0])
-        return keras.losses.sparse_categorical_crossentropy(numbers, scores, from_logits=True)
+        values = keras.losses.sparse_categorical_crossentropy(numbers, scores, from_logits=True)
+        return ops.mean(values) if self.one else values
 
 
 def pairs(signature: Signature, options: ModelOptions) -> keras.Model:
@@ -56,11 +62,11 @@ def pairs(signature: Signature, options: ModelOptions) -> keras.Model:
     inputs, x = joined(signature)
     towers = [keras.layers.UnitNormalization()(keras.layers.Dense(4, name=f"tower{n}")(x)) for n in range(2)]
     model = keras.Model(inputs, keras.layers.Concatenate()(towers))
-    loss = InBatch(reaching(options))
-    model.compile(SGD(0.5), (lambda y, p: ops.mean(loss.call(y, p))) if options.extra.get("one") else loss)
+    model.compile(SGD(0.5), InBatch(reaching(options), bool(options.extra.get("one"))))
     return model
 
 
+@keras.saving.register_keras_serializable("tests")
 class Balance(keras.layers.Layer):
     """A gate whose balance loss is a product of two means over the batch."""
 
@@ -90,6 +96,7 @@ def mixture(signature: Signature, options: ModelOptions) -> keras.Model:
     return model
 
 
+@keras.saving.register_keras_serializable("tests")
 class SumLoss(keras.Model):
     """A loss of its own that is a sum over the batch."""
 
@@ -112,6 +119,7 @@ def summed(signature: Signature, options: ModelOptions) -> keras.Model:
     return model
 
 
+@keras.saving.register_keras_serializable("tests")
 class Sam(keras.Model):
     """Changes its weights by the first gradient, and applies the second one there. Foret et al. (2021)."""
 
@@ -150,6 +158,7 @@ def sharpness(signature: Signature, options: ModelOptions) -> keras.Model:
     return model
 
 
+@keras.saving.register_keras_serializable("tests")
 class Centre(keras.layers.Layer):
     """Subtracts the moving mean of what it has seen: weights that each step assigns."""
 
@@ -238,6 +247,7 @@ def gan(signature: Signature, options: ModelOptions) -> keras.Model:
     return model
 
 
+@keras.saving.register_keras_serializable("tests")
 class Vector(keras.Model):
     """Returns a vector among its logs, as Keras' fit accepts it."""
 
@@ -267,11 +277,12 @@ MADE_FOR_RANKS: dict[str, tuple[Callable[..., keras.Model], dict[str, Any]]] = {
 """Models that are refused on several ranks, and with `ranks` are those of one; and their settings."""
 
 
+@keras.saving.register_keras_serializable("tests")
 class Largest(keras.metrics.Metric):
     """The largest output of an epoch: no sum."""
 
-    def __init__(self, name: str = "largest") -> None:
-        super().__init__(name=name)
+    def __init__(self, **others: Any) -> None:
+        super().__init__(**{"name": "largest", **others})
         self.value = self.add_variable((), "zeros", name="value")
 
     def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:

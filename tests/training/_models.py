@@ -86,6 +86,7 @@ def tested(signature: Signature, options: ModelOptions) -> tuple[keras.Model, li
     return logistic(signature, options), [Tested()]
 
 
+@keras.saving.register_keras_serializable("tests")
 class Noise(keras.layers.Layer):
     """Draws without a seed of its own, so from a generator that is no part of the model."""
 
@@ -291,6 +292,7 @@ def with_dropout(signature: Signature, options: ModelOptions) -> keras.Model:
     return restless(signature, options)[0]
 
 
+@keras.saving.register_keras_serializable("tests")
 class Restless(keras.layers.Layer):
     """Adds a draw from its own seeds, times the calls so far, to its input."""
 
@@ -427,18 +429,23 @@ def drops(signature: Signature, options: ModelOptions) -> tuple[keras.Model, lis
     return model, [keras.callbacks.LambdaCallback(on_train_batch_end=killed)]
 
 
+@keras.saving.register_keras_serializable("tests")
+class Looks(keras.layers.Layer):
+    """Ends the process at a value that is no number."""
+
+    def call(self, x: Any) -> Any:
+        """The same values."""
+
+        def look(values: Any) -> Any:
+            if np.isnan(values).any():
+                os.abort()
+            return values
+
+        return tf.ensure_shape(tf.numpy_function(look, [x], tf.float32), x.shape)
+
+
 def dies_of_a_sample(signature: Signature, options: ModelOptions) -> keras.Model:
     """Logistic regression; native code ends the process at a sample whose first feature is no number."""
-
-    class Looks(keras.layers.Layer):
-        def call(self, x: Any) -> Any:
-            def look(values: Any) -> Any:
-                if np.isnan(values).any():
-                    os.abort()
-                return values
-
-            return tf.ensure_shape(tf.numpy_function(look, [x], tf.float32), x.shape)
-
     inputs = {n: keras.Input(s.shape, dtype=s.dtype, name=n) for n, s in signature.features.items()}
     x = Looks()(keras.layers.Concatenate()(list(inputs.values())))
     model = keras.Model(inputs, keras.layers.Dense(1, activation="sigmoid")(x))

@@ -1,6 +1,6 @@
 """Moves lanes from slow ranks to fast ones (--balance): how many lanes each rank has, never which batches there are.
 
-Ranks report their own times (input, compute, callbacks). When another split of the lanes promises clearly shorter
+Ranks report their own times (input, compute, between steps). When another split of the lanes promises clearly shorter
 steps, all ranks write a checkpoint and leave, and the next generation resumes with that split.
 """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import signal
 import socket
 import threading
 import time
@@ -266,7 +267,7 @@ class Board:
         """Write how the run ended, and answer what is still open."""
         with self._lock:
             state, why = _ending(error, self._stop)
-            self._status = replace(self._status, state=state, why=why)
+            self._status = replace(self._status, state=state, why=why, exit_code=_exit_code(error))
             self._rate.clear()
         if not self._fs.away:
             self._publish_end(state)
@@ -287,6 +288,15 @@ def _ending(error: BaseException | None, stop: StopRequest) -> tuple[str, str | 
     if isinstance(error, KeyboardInterrupt | SystemExit):
         return status.STOPPED, f"stopped by {stop.by or type(error).__name__}"
     return status.FAILED, str(error) or type(error).__name__
+
+
+def _exit_code(error: BaseException | None) -> int:
+    """The exit code of a command whose run ends with `error`, as lockstep.jobs has it."""
+    if error is None:
+        return 0
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else 1
+    return int(getattr(error, "exit_code", 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1))
 
 
 def _number(value: Any) -> float | None:

@@ -1,6 +1,6 @@
 """Names the rank that the others wait for, from the times that all ranks report.
 
-In lockstep all ranks have the same step time; the slow one is the one whose own time (input, compute, callbacks) is
+In lockstep all ranks have the same step time; the slow one is the one whose own time (input, compute, between steps) is
 long while the others wait in the exchange. If all of them wait there, it is the one from and to which bytes are under
 way for longest: its network is slow.
 """
@@ -26,14 +26,21 @@ REST_S = 60.0  # after a rank was named, before any is named again, and twice as
 SLOW, WELL = 1.3, 1.15  # times the others' own time: slow above the first, well again below the second
 SHARE = 0.1  # of a step: the least excess that is named
 TO_A_RANK = 0.9  # the weight of the time of bytes to a rank, next to that of bytes from it: a tie is the sender's
-OWN = {"data_s": "input", "compute_s": "compute", "other_s": "callbacks"}  # a part of a row, and its name
+# Callbacks, what Keras and the run do there, ends of epochs; without checkpoints and validations.
+BETWEEN = "between steps"
+OWN = {"data_s": "input", "compute_s": "compute", "other_s": BETWEEN}  # a part of a row, and its name
 NETWORK = "network"
 _ADVICE = {
     "input": "look at the disk or network of that host, and at --read-ahead-bytes and --cache (docs/performance.md)",
     "compute": "look for other work on that host, a limit of its processor, or a slower processor or GPU",
-    "callbacks": "look at what the model's callbacks do on that rank; without any, for other work on that host",
+    BETWEEN: "look at what the model's callbacks do on that rank; without any, for other work on that host",
     NETWORK: "look at the link of that host and at other traffic on it, or send fewer bytes (--compression)",
 }
+
+
+def where(what: str) -> str:
+    """Say in words where a slow rank's time goes, from the `what` of a Straggler."""
+    return what if what == BETWEEN else f"for {what}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +49,7 @@ class Straggler:
 
     rank: int
     what: str
-    """The part with the largest excess: input, compute or callbacks; else network."""
+    """The part with the largest excess: input, compute or between steps; else network."""
     own_s: float
     others_s: float
 
@@ -62,7 +69,7 @@ class Straggler:
         """One line on this rank, and what to do about it."""
         return (
             f"rank {self.rank} on {host} is slow: {self.own_s * 1e3:,.1f} ms of its own a "
-            f"step, the others {self.others_s * 1e3:,.1f} ms, most of it for {self.what}; next: {_ADVICE[self.what]}"
+            f"step, the others {self.others_s * 1e3:,.1f} ms, most of it {where(self.what)}; next: {_ADVICE[self.what]}"
         )
 
 

@@ -27,6 +27,7 @@ from lockstep.training.exchange.compare_ranks import view_of
 from lockstep.training.exchange.exchange import Exchange
 from lockstep.training.models import ModelOptions, build
 from lockstep.training.models.lora import enable_lora
+from lockstep.training.models.own_classes import check_loads, registered_by
 from lockstep.training.models.ready import ready_model
 from lockstep.training.plan.client_plan import RunPlan
 from lockstep.training.plan.lane_count import units_of
@@ -79,6 +80,8 @@ def prepare(config: TrainConfig, plan: RunPlan, signature: Signature, rows: int,
         tasks=config.data.tasks,
         extra=config.model.extra,
     )
+    own = ":" in config.model.model
+    registered = registered_by(config.model.model) if own else frozenset()
     model, callbacks = build(config.model.model, signature, options)
     if model.steps_per_execution != 1:
         raise ConfigError(
@@ -122,6 +125,8 @@ def prepare(config: TrainConfig, plan: RunPlan, signature: Signature, rows: int,
     whole = not isinstance(way := ways.way_of(config), ways.Zero) and way.mates == (1, 1)
     lora_rank = config.model.lora_rank
     build_all(model, signature, rows // micro, optimizer=whole and not lora_rank)
+    if own:
+        check_loads(model, config.model.model, registered)
     if lora_rank:
         enable_lora(model, lora_rank, config.data.seed)
         if whole:

@@ -23,7 +23,7 @@ TIME_WORDS = {
     "exchange_s": "waiting for the all-reduce",
     "checkpoint_s": "writing checkpoints",
     "validation_s": "validating",
-    "other_s": "callbacks and ends of epochs",
+    "other_s": "between steps: callbacks, ends of epochs",
 }
 _TIME_COLOURS = ("#9aa0a6", OTHER, DARK, LIGHT, *FOLLOWED)
 LOSS = "loss"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from statistics import median
 from typing import Any
 
+from lockstep.training.driver.stragglers import where
 from lockstep.training.results.curves import TIME_WORDS
 from lockstep.training.run.metrics import PARTS, History
 from lockstep.training.run.notes import NAMED
@@ -75,7 +76,7 @@ def straggler_rows(history: History) -> list[tuple[str, str]]:
         (
             f"from step {row['step']}",
             f"rank {row['rank']} on {row['host']}: {row['own_s'] * 1e3:,.1f} ms of its own a step, the others "
-            f"{row['others_s'] * 1e3:,.1f} ms, most of it for {row['what']}",
+            f"{row['others_s'] * 1e3:,.1f} ms, most of it {where(row['what'])}",
         )
         for row in history.stragglers
     ]

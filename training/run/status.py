@@ -41,7 +41,7 @@ class RankStatus:
     wait_s: float | None = None
     """Seconds of a step that the rank waited in the exchange: for the network, and for slower ranks."""
     other_s: float | None = None
-    """Seconds of a step for callbacks, checkpoints and validation."""
+    """Seconds between two steps, for callbacks and ends of epochs too."""
     rss_bytes: int | None = None
     cores: float | None = None
     """Cores that the rank keeps busy."""
@@ -54,6 +54,8 @@ class RunStatus:
     state: str
     """starting, training, waiting (for slots, or before a restart), finished, stopped or failed; for who asks
     (lockstep.training.results.state) also interrupted: its driver is gone without another one."""
+    exit_code: int | None = None
+    """The exit code of the command that ran it, once it has ended."""
     why: str | None = None
     """The error that ended the run, or the last generation; how it was stopped."""
     written_at: str = ""
@@ -87,7 +89,7 @@ class RunStatus:
     """How often this driver has started the ranks again."""
     ranks: list[RankStatus] = field(default_factory=list)
     slow: dict[str, Any] | None = None
-    """{rank, host, what} of the rank that the others wait for now: input, compute, callbacks or network."""
+    """{rank, host, what} of the rank that the others wait for now: input, compute, between steps or network."""
     bad_records: int = 0
     """How many records --on-bad-record skip has skipped."""
 

@@ -1,6 +1,6 @@
 """PyTorch's tensors reduced, joined, exchanged or replaced by one rank's, at once or by a handle.
 
-A thread makes all calls, in the order in which the script makes them, so that ranks stay in step whatever is waited for
+A thread makes the calls, in the order in which the script makes them, so that ranks stay in step whatever is waited for
 when. Tensors of a device travel through host memory.
 """
 
@@ -72,7 +72,17 @@ class Compression:
 
 def in_turn(function: Callable[..., Any], *args: Any) -> Handle:
     """Have `function(*args)` called by the thread of calls, after all calls before it."""
-    return own_runtime().queue.submit(function, *args)
+    here = own_runtime()
+    here.last_call = here.queue.submit(function, *args)
+    return here.last_call
+
+
+def after_all(function: Callable[[], Any]) -> Any:
+    """The result of `function()`, called after all calls before it: by this thread if they are done, which saves two
+    changes of threads, a third of the cost of the check in each step.
+    """
+    before = own_runtime().last_call
+    return function() if before is None or before.done() else in_turn(function).result()
 
 
 def array_of(tensor: Any) -> Array:

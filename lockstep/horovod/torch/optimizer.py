@@ -17,7 +17,7 @@ import torch
 
 from lockstep.horovod.arrays import Average, ReduceOp, Sum, op_of
 from lockstep.horovod.runtime import absent, check, runtime
-from lockstep.horovod.torch.collectives import Compression, Compressor, in_turn, tensor_of
+from lockstep.horovod.torch.collectives import Compression, Compressor, after_all, in_turn, tensor_of
 from lockstep.storage.errors import ConfigError, require
 from lockstep.training.comm.base import Communicator
 from lockstep.training.exchange.buckets import lay_out
@@ -73,7 +73,7 @@ def DistributedOptimizer(
     group = in_turn(here.group_of_optimizer).result()
     exchange = GradientExchange(group, named, scale, compression.wire, passes, sparse_as_dense)
     check_step = here.add_exchange(exchange)
-    exchange.meet = lambda: in_turn(check_step).result()
+    exchange.meet = partial(after_all, check_step)
     # Not a new optimizer: schedulers that hold this one, and its state, stay as they are.
     optimizer.register_step_pre_hook(exchange.before_step)
     optimizer.__class__ = type(type(optimizer).__name__, (_Distributed, type(optimizer)), {"_exchange": exchange})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from lockstep.etl.describe.by_split import (
     in_order,
     shared_histogram,
 )
-from lockstep.etl.describe.dataset import class_name, describe, words
+from lockstep.etl.describe.dataset import class_name, dataset_tables, describe, words
 from lockstep.etl.describe.page import as_page
 from lockstep.etl.describe.statistics import BINS, ColumnStats
 from tests.training._tiny import write_table
@@ -108,6 +109,14 @@ def test_black_is_left_out_of_pictures_bytes() -> None:
     (histogram,) = compared(stats, {"train": stats}).histograms
     assert histogram.note == "without 0, the value of train 81.2 %"
     assert histogram.shares["train"][200 // 16] == 1
+
+
+def test_settings_without_a_value_are_left_out(tmp_path: Path) -> None:
+    manifest = write_table(str(tmp_path))
+    config: dict[str, object] = {"shards": 2, "row_group_bytes": None, "clean": False, "bake": []}
+    manifest = replace(manifest, created_by={**manifest.created_by, "config": config})
+    (rows,) = [table.rows for table in dataset_tables(manifest) if table.title == "Configuration"]
+    assert rows == (("bake", "none"), ("clean", "false"), ("shards", "2"))
 
 
 def test_json_is_words_and_classes_have_names() -> None:

@@ -42,9 +42,9 @@ def test_a_rank_with_a_callback_that_sleeps_is_named_once_within_50_steps(
     )  # fmt: skip
     run(config)
     [note] = [line for line in capsys.readouterr().err.splitlines() if "is slow" in line]
-    assert re.match(r"note: rank 1 on .* is slow: .* most of it for callbacks; next: ", note)
+    assert re.match(r"note: rank 1 on .* is slow: .* most of it between steps; next: ", note)
     [(step, text)] = straggler_rows(read_history(config.run))
-    assert int(step.removeprefix("from step ")) <= 50 and "most of it for callbacks" in text
+    assert int(step.removeprefix("from step ")) <= 50 and "most of it between steps" in text
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +21,16 @@ from typing import Any
 import pytest
 
 from lockstep.jobs import control, status, watch
+from lockstep.jobs._cli import _code_of
 from lockstep.storage.documents import seal
-from lockstep.storage.errors import ConfigError, CorruptionError, LockstepError, NotFoundError, TrainingFailedError
+from lockstep.storage.errors import (
+    ConfigError,
+    CorruptionError,
+    DataError,
+    LockstepError,
+    NotFoundError,
+    TrainingFailedError,
+)
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file
@@ -32,7 +40,7 @@ from lockstep.training.control.protocol import Tag
 from lockstep.training.driver.on_event import OnEvent
 from lockstep.training.driver.ownership import Ownership
 from lockstep.training.driver.status_board import Board
-from lockstep.training.driver.stop import StopRequest
+from lockstep.training.driver.stop import StoppedRun, StopRequest
 from lockstep.training.driver.train import Hooks, train
 from lockstep.training.launch.local import run_local
 from lockstep.training.run import requests
@@ -349,6 +357,30 @@ def test_how_a_run_ended_is_in_its_status_and_its_last_event(tmp_path: Path) -> 
     assert now.checkpoint is not None and set(now.metrics) >= {"loss", "accuracy"}
     ended = [json.loads(line) for line in events.read_text().splitlines()]
     assert [each["event"] for each in ended] == ["failed", "finished"] and ended[1]["metrics"] == now.metrics
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        None, TrainingFailedError("a rank failed"), DataError("a shard is damaged"), ConfigError("no model"),
+        RuntimeError("a bug"), StoppedRun(), KeyboardInterrupt(), SystemExit(75), SystemExit(143),
+    ],
+)  # fmt: skip
+def test_the_status_and_watch_have_the_exit_code_of_the_command(tmp_path: Path, end: BaseException | None) -> None:
+    fs, paths = filesystem(str(tmp_path)), RunPaths(str(tmp_path))
+    (tmp_path / "run.json").write_text("{}")
+
+    def main(argv: Sequence[str]) -> int:
+        with board_of(tmp_path):
+            if end is not None:
+                raise end
+        return 0
+
+    try:
+        code = _code_of(main, [])
+    except SystemExit as left:
+        code = int(str(left.code))
+    assert read_status(fs, paths).exit_code == code == watch.main([paths.root])
 
 
 def broken(*call: Any, **more: Any) -> list[dict[str, Any]]:

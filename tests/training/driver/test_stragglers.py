@@ -10,7 +10,17 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lockstep.training.driver.stragglers import NETWORK, OWN, REST_S, SLOW, WELL, Straggler, Stragglers, find_straggler
+from lockstep.training.driver.stragglers import (
+    NETWORK,
+    OWN,
+    REST_S,
+    SLOW,
+    WELL,
+    Straggler,
+    Stragglers,
+    find_straggler,
+    where,
+)
 from lockstep.training.rank.metrics import PACE_KEPT, PACE_STEPS
 
 TIMES: dict[str, Any] = {
@@ -48,7 +58,7 @@ def test_what_is_slow_is_the_part_with_the_largest_excess(part: str) -> None:
     assert find_straggler([[TIMES], [slow], [TIMES]], [1, 1, 1]) == Straggler(1, OWN[part], 0.25, 0.1)
     note = Straggler(1, OWN[part], 0.25, 0.1).note("host-b")
     assert note.startswith("rank 1 on host-b is slow: 250.0 ms of its own a step, ")
-    assert f"most of it for {OWN[part]}; next: " in note
+    assert f"most of it {where(OWN[part])}; next: " in note and "for between" not in note
 
 
 Links = dict[int, dict[int, tuple[float, float]]]

@@ -71,6 +71,7 @@ def fails(signature: Signature, options: ModelOptions) -> tuple[keras.Model, lis
     return two_tower(signature, options), [_models.FailOnce()]
 
 
+@keras.saving.register_keras_serializable("tests")
 class Spoiled(keras.layers.Layer):
     """Its input (n, k), whose gradient is NaN in the rows that `wild` (n, 1) marks."""
 

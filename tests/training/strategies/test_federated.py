@@ -82,6 +82,7 @@ def adam(signature: Signature, options: ModelOptions) -> tuple[keras.Model, list
     return model, [plateau, FailOnce()]
 
 
+@keras.saving.register_keras_serializable("tests")
 class Jitter(keras.layers.Layer):
     """Draws from the process's generator."""
 
