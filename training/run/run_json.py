@@ -143,8 +143,10 @@ def read_run(fs: FileSystem, paths: RunPaths) -> dict[str, Any]:
 
 def names_of_datasets(document: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """The URLs of each dataset of a run.json: where it is now, and where it was when the run had not been moved."""
-    now = options_in(document["config"])["datasets"]
-    return list(zip(now, document.get("datasets_were", now), strict=True))
+    now, were = options_in(document["config"])["datasets"], document.get("datasets_were")
+    if not isinstance(were, list) or len(were) != len(now):
+        were = now
+    return list(zip(now, were, strict=True))
 
 
 def open_run(
