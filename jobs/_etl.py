@@ -68,12 +68,12 @@ def finished(args: Namespace, config: OutputConfig, sources: Callable[[], Sequen
         return None
     found = load_dataset(absolute(config.output))
     created = found.created_by
-    parent = None if config.append_to is None else absolute(config.append_to)
+    parent = None if config.append_to is None else load_dataset(absolute(config.append_to)).digest
     there = sources()
     different = {
         "settings": {name: created["config"].get(name) for name in config.to_json()} != config.to_json(),
         "--seed": created["seed"] != config.seed,
-        "--append-to": (found.parent or {}).get("url") != parent,
+        "--append-to": (found.parent or {}).get("digest") != parent,
         "--input": {(one.url, one.bytes) for one in found.source} != {(one.url, one.size_bytes) for one in there},
         "--input-root": not {one.path for one in found.source} <= {None, *(one.path for one in there)},
     }

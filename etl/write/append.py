@@ -19,7 +19,14 @@ from lockstep.features.examples.foreign import decode_foreign_frames
 from lockstep.features.schema.fields import SAMPLE_ID, Field, sample_id_field
 from lockstep.features.schema.schema import Schema
 from lockstep.features.shards.foreign_files import open_unpacked, pieces
-from lockstep.storage.dataset.manifest import DatasetManifest, load_chain, read_checked
+from lockstep.storage.dataset.manifest import (
+    MAX_CHAIN,
+    DatasetManifest,
+    chain_too_long,
+    link_to,
+    load_chain,
+    read_checked,
+)
 from lockstep.storage.dataset.manifest_entries import ShardInfo
 from lockstep.storage.errors import ConfigError, CorruptionError, DataError
 from lockstep.storage.files.interface import FileSystem
@@ -62,9 +69,9 @@ class Parent:
         """The records of each class that the weights were computed for, by the text of the class."""
         return dict(self.manifest.created_by["config"][CLASS_COUNTS])  # open_parent checked them
 
-    def to_json(self) -> dict[str, Any]:
-        """The manifest's `parent`."""
-        return {"url": self.url, "digest": self.manifest.digest}
+    def to_json(self, output: str) -> dict[str, Any]:
+        """The `parent` in the manifest of a dataset at `output`."""
+        return link_to(self.url, self.manifest.digest, output)
 
     def check_schema(self, schema: Schema) -> None:
         """Raise ConfigError for a schema that is not the parent's, but for new columns that state a default."""
@@ -98,10 +105,12 @@ def open_parent(url: str, config: WriteConfig) -> Parent:
 
     Raises ConfigError if it is split by time or in balanced folds, if `config` asks for other weights, sample, label,
     form of features, format, split or seed than the parent has, or if the parent's manifest holds a sample or class
-    counts that cannot be read. Raises DataError if an earlier dataset has changed.
+    counts that cannot be read. Raises DataError if an earlier dataset has changed, or for a chain without room.
     """
     url = absolute(url)
     chain = load_chain(url)
+    if len(chain) == MAX_CHAIN:
+        raise chain_too_long(config.output)
     first = chain[0][1]
     if first.indexed is not None:
         raise other_parent(url, "kind", "a dataset that a job of lockstep wrote", "indexed files of another program")

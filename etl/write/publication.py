@@ -151,7 +151,7 @@ def _finished(staging: Staging, job: Job, apart: Staging | None, done: Done) -> 
         files=files,
         counts=Counts(read, done.written, origin.quarantined, dict(sorted(done.dropped.items()))),
         source=origin.sources,
-        parent=None if job.target.parent is None else job.target.parent.to_json(),
+        parent=None if job.target.parent is None else job.target.parent.to_json(job.config.output),
         leakage=done.leakage.to_json(),
         compression=compression_of(config),
     )

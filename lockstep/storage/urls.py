@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import posixpath
 import re
 from collections.abc import Iterable
 
@@ -77,3 +78,16 @@ def parent(url: str) -> str:
     if not slash:
         return url if path.startswith("/") else "."
     return head + (before.rstrip("/") or "/")
+
+
+def path_between(url: str, base: str) -> str | None:
+    """The relative path from the directory `base` to `url`; None if they are on different storages."""
+    (scheme, host, there), (other, other_host, here) = split_url(absolute(url)), split_url(absolute(base))
+    return posixpath.relpath(there, here) if (scheme, host) == (other, other_host) else None
+
+
+def at_path(base: str, path: str) -> str:
+    """The URL that the relative `path` has from the directory `base`: the inverse of `path_between`."""
+    base = absolute(base)
+    here = split_url(base)[2]
+    return base[: len(base) - len(here)] + posixpath.normpath(posixpath.join(here, path))

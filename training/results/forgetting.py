@@ -16,12 +16,11 @@ from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file
 from lockstep.storage.urls import absolute, basename
-from lockstep.training.config import options_in
 from lockstep.training.results.stored_baselines import deciding_metric
 from lockstep.training.rules import is_error
 from lockstep.training.run.paths import RunPaths
 from lockstep.training.run.result import find_model
-from lockstep.training.run.run_json import begun_from, read_run
+from lockstep.training.run.run_json import begun_from, names_of_datasets, read_run
 
 KIND, FOLDER = "evaluation of days", "days-"
 MISSING = "not evaluated"
@@ -188,7 +187,7 @@ def _chain(run: str, urls: Sequence[str]) -> dict[int, str]:
             document = read_run(filesystem(at), RunPaths(at))
         except LockstepError:  # it is gone, or no run but a file of weights
             break
-        days = [urls.index(url) for url in options_in(document["config"])["datasets"] if url in urls]
+        days = [urls.index(url) for names in names_of_datasets(document) for url in names if url in urls]
         if not days or (found and max(days) > min(found)):
             break
         found.setdefault(max(days), at)

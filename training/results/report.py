@@ -16,7 +16,7 @@ from lockstep.storage.errors import DataError, LockstepError, NotFoundError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file
-from lockstep.storage.urls import basename
+from lockstep.storage.urls import basename, parent
 from lockstep.training.config import options_in
 from lockstep.training.config.data import UNCERTAINTY, weights_of
 from lockstep.training.plan.datasets import open_data
@@ -55,15 +55,16 @@ from lockstep.training.run.lineage import Claim, chain_of, epochs_asked, read_cl
 from lockstep.training.run.metrics import History
 from lockstep.training.run.paths import RunPaths, generation_name
 from lockstep.training.run.result import find_result, restart_words
-from lockstep.training.run.run_json import read_run
+from lockstep.training.run.run_json import names_of_datasets, read_run
 from lockstep.training.run.status import STOPPED
 from lockstep.training.run.summary import read_summary
 
 Rows = Sequence[tuple[str, object]]
 
 
-def write_report(run: str, evaluation: Mapping[str, Any] | None = None) -> str:
-    """Write the report of the run at URL `run`, finished or not; returns the report's URL, in the newest generation.
+def write_report(run: str, evaluation: Mapping[str, Any] | None = None, *, page: str | None = None) -> str:
+    """Write the report of the run at URL `run`, finished or not, to `page`, by default in the newest generation;
+    returns its URL.
 
     `evaluation` is a result of lockstep.training.results.evaluate, which later reports of this generation show too. An
     existing report is replaced. Raises NotFoundError if there is no run or no generation has started, CorruptionError
@@ -80,7 +81,7 @@ def write_report(run: str, evaluation: Mapping[str, Any] | None = None) -> str:
         )
     newest, result = max(claims), find_result(fs, paths)
     done = result if result is not None and result["generation"] == newest else None
-    url, so_far = paths.report(newest), _epochs_so_far(document, claims, history)
+    url, so_far = page or paths.report(newest), _epochs_so_far(document, claims, history)
     manifest = _dataset_of(document)
     class_names = None if isinstance(manifest, str) else class_names_of(manifest)
     content = render(
@@ -96,8 +97,10 @@ def write_report(run: str, evaluation: Mapping[str, Any] | None = None) -> str:
         restarts=_restart_rows(done, history),
         forgotten=forgotten_in(run),
     )
-    fs.mkdirs(url.rpartition("/")[0])
-    write_file(fs, url, content.encode(), exclusive=False)
+    out = filesystem(url)
+    if page is None:
+        out.mkdirs(parent(url))
+    write_file(out, url, content.encode(), exclusive=False)
     return url
 
 
@@ -212,7 +215,7 @@ def render(
     sections = [
         _result_section(run, document, common, evaluation, compared),
         Section("Curves", figures(_curves(common, scores, evaluation))),
-        *([_tasks_section(config, history, evaluation)] if tasks else []),
+        *([_tasks_section(document, history, evaluation)] if tasks else []),
         *([] if evaluation is None else _evaluation_sections(evaluation)),
         *_forgetting_sections(forgotten),
         Section("Where each rank's time went", time_bars(history) + table(time_rows(history))),
@@ -267,23 +270,25 @@ def _result_section(
     return Section("Result of the last epoch", body + later)
 
 
-def _tasks_section(config: Mapping[str, Any], history: History, evaluation: Mapping[str, Any] | None) -> Section:
+def _tasks_section(document: Mapping[str, Any], history: History, evaluation: Mapping[str, Any] | None) -> Section:
     """A row for each task of a run with --tasks: its weight and its metrics of the last epoch, and those of an
     evaluation; and a figure for each metric with a line a task.
     """
+    config = options_in(document["config"])
     urls: Sequence[str] = config["datasets"]
     last = history.epochs[-1]["metrics"] if history.epochs else {}
     names = of_each_task(last, len(urls))
     heads = [_head_of_tasks(name) for name in names]
     weights = None if config["tasks"] == UNCERTAINTY else weights_of(config["tasks"], len(urls))
     judged = {} if evaluation is None else {each["dataset"]: each for each in evaluation.get("by_dataset", [])}
-    found = list(dict.fromkeys(name for url in urls if url in judged for name in judged[url]["intervals"]))
+    known = [next((url for url in names if url in judged), names[0]) for names in names_of_datasets(document)]
+    found = list(dict.fromkeys(name for url in known if url in judged for name in judged[url]["intervals"]))
     columns: list[list[object]] = [["task", *(f"{place}: {basename(url)}" for place, url in enumerate(urls))]]
     columns += [] if weights is None else [["weight", *(f"{one:g}" for one in weights)]]
     for name, head in zip(names, heads, strict=True):
         columns.append([head, *(_number(last[f"{name}_{place}"]) for place in range(len(urls)))])
     for name in found:
-        of = [judged.get(url, {"metrics": {}, "intervals": {}}) for url in urls]
+        of = [judged.get(url, {"metrics": {}, "intervals": {}}) for url in known]
         cells = [estimate(number(one["metrics"].get(name)), span(one["intervals"].get(name))) for one in of]
         columns.append([f"{name} on {evaluation['split'] if evaluation else ''}", *cells])
     drawn = [
@@ -408,8 +413,9 @@ def _dataset_of(document: Mapping[str, Any]) -> DatasetManifest | str:
     """The manifest of the run's first dataset; why it cannot be read, if it cannot."""
     config = options_in(document["config"])
     try:
-        tasks = config.get("tasks") is not None
-        return open_data(config["datasets"], config["split"], config.get("mix"), tasks=tasks)[1]
+        tasks, digest = config.get("tasks") is not None, document.get("dataset_digest")
+        manifest = open_data(config["datasets"], config["split"], config.get("mix"), tasks=tasks)[1]
+        return manifest if manifest.digest == digest else f"{', '.join(config['datasets'])} is another dataset now"
     except (LockstepError, KeyError) as error:
         return str(error)
 

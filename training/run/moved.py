@@ -1,12 +1,16 @@
-"""Where a model is now that a document names by its old URL, after folders were moved or copied together."""
+"""Where a model or dataset is now that a document names by its old URL, after folders were moved or copied together."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from lockstep.storage.documents import sha256_hex
-from lockstep.storage.errors import NotFoundError
+from lockstep.storage.errors import LockstepError, NotFoundError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import MANIFEST_NAME
 from lockstep.storage.urls import join, split_url
+from lockstep.training.plan.datasets import open_data
 
 
 def where_now(url: str, was: str, now: str, sha256: str | None) -> str:
@@ -23,6 +27,23 @@ def where_now(url: str, was: str, now: str, sha256: str | None) -> str:
     if there is None or (there != sha256 if sha256 is not None else filesystem(url).exists(url)):
         return url
     return moved
+
+
+def data_now(config: Mapping[str, Any], was: str, now: str, digest: object) -> list[str] | None:
+    """Return where the datasets of `config`, the options in a run.json, are if they were moved or copied together with
+    the run from `was` to `now`; None if they were not. What is there must have the run's `digest`.
+    """
+    urls = config.get("datasets")
+    if not isinstance(urls, list) or not all(isinstance(url, str) and url for url in urls):
+        return None
+    try:
+        moved = [_moved_with(url, was, now) or url for url in urls]
+        if moved == urls:
+            return None
+        there = open_data(moved, config["split"], config.get("mix"), tasks=config.get("tasks") is not None)[1]
+    except (LockstepError, AttributeError, KeyError, TypeError, ValueError):  # who reads the options refuses odd ones
+        return None
+    return moved if there.digest == digest else None
 
 
 def manifest_digest(url: str) -> str | None:

@@ -24,7 +24,7 @@ from lockstep.training.plan.client_plan import RunPlan
 from lockstep.training.plan.datasets import what_differs
 from lockstep.training.plan.selection import Selection
 from lockstep.training.run.lineage import chain_of, checkpoints, epochs_asked, read_claims
-from lockstep.training.run.moved import manifest_digest, where_now
+from lockstep.training.run.moved import data_now, manifest_digest, where_now
 from lockstep.training.run.paths import RunPaths
 from lockstep.training.run.result import find_result
 
@@ -123,16 +123,30 @@ def _check_not_past(fs: FileSystem, paths: RunPaths, epochs: int, plan: RunPlan)
 
 def read_run(fs: FileSystem, paths: RunPaths) -> dict[str, Any]:
     """Read run.json, with its objects `plan` and `config`. Raises NotFoundError, CorruptionError or DataError naming
-    it. The configuration's `run` is the directory that was asked, and `first_weights` those that were moved with it.
+    it. The configuration's `run` is the directory that was asked; its `datasets` and `first_weights` are those that
+    were moved with it.
     """
     found = unseal_as("run", fs.read_bytes(paths.run_json), paths.run_json, version=FORMAT_VERSION)
     for name in ("plan", "config"):
         documents.mapping(found.get(name), where=f"{paths.run_json}: {name}")
     was, source = found["config"].get("run"), found.get("first_weights")
     found["config"] = {**found["config"], "run": paths.root}
+    if isinstance(was, str) and was != paths.root:
+        moved = data_now(options_in(found["config"]), was, paths.root, found.get("dataset_digest"))
+        if moved is not None:
+            data = found["config"]["data"]
+            found["config"]["data"], found["datasets_were"] = {**data, "datasets": moved}, data["datasets"]
     if isinstance(was, str) and isinstance(source, str):
         found["first_weights"] = where_now(source, was, paths.root, found.get("first_weights_sha256"))
     return found
+
+
+def names_of_datasets(document: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """The URLs of each dataset of a run.json: where it is now, and where it was when the run had not been moved."""
+    now, were = options_in(document["config"])["datasets"], document.get("datasets_were")
+    if not isinstance(were, list) or len(were) != len(now):
+        were = now
+    return list(zip(now, were, strict=True))
 
 
 def open_run(

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from lockstep.storage.documents import seal, unseal_as
-from lockstep.storage.errors import ConfigError, NotFoundError, differences, require
+from lockstep.storage.errors import ConfigError, LockstepError, NotFoundError, differences, require
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.publish import write_file
 from lockstep.storage.urls import absolute
 from lockstep.training.config import TrainConfig, options_in
+from lockstep.training.plan.datasets import open_data
 from lockstep.training.rules import BEST, BEST_ALLOWED, of_validation
-from lockstep.training.run.run_json import refuse_strange_directory
+from lockstep.training.run.paths import RunPaths
+from lockstep.training.run.run_json import read_run, refuse_strange_directory
 from lockstep.training.search.space import OPERATIONAL, Parameter
 
 FORMAT_VERSION = 1
@@ -142,6 +144,9 @@ def check_search(fs: FileSystem, config: SearchConfig, optuna: str) -> bool:
         refuse_strange_directory(fs, config.root, "search", "search.json")
         return False
     given, begun = config.identity(), {name: stored.get(name) for name in config.identity()}
+    base, datasets = begun["base"], given["base"]["datasets"]
+    if isinstance(base, dict) and base.get("datasets") != datasets and _same_data(fs, config):
+        begun["base"] = {**base, "datasets": datasets}
     found = differences(given, begun)
     if stored.get("optuna") != optuna:
         found.append(f"Optuna {optuna} (not {stored.get('optuna')})")
@@ -153,3 +158,18 @@ def check_search(fs: FileSystem, config: SearchConfig, optuna: str) -> bool:
             next_step="Give the same arguments, or a --run that does not exist yet.",
         )
     return True
+
+
+def _same_data(fs: FileSystem, config: SearchConfig) -> bool:
+    """Whether the trials so far trained on datasets with the digest of those that `config` names: they were moved."""
+    base, digests = config.base, set()
+    for number in range(config.number):
+        try:
+            digests.add(read_run(fs, RunPaths(config.run_of(number)))["dataset_digest"])
+        except NotFoundError:
+            continue
+    try:
+        there = open_data(base.data.datasets, base.data.split, base.data.mix, tasks=base.data.tasks is not None)[1]
+    except LockstepError:  # its caller says what differs
+        return False
+    return digests == {there.digest}

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from markupsafe import Markup
 
+from lockstep.storage.errors import NotFoundError
 from lockstep.storage.files.interface import FileSystem
+from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file
-from lockstep.storage.urls import basename
+from lockstep.storage.urls import basename, join
 from lockstep.training.results import evaluate
 from lockstep.training.results.pages import DARK, LIGHT, OTHER, Section, link, page, printable, svg, table
 from lockstep.training.run.command import command_of
@@ -35,6 +38,27 @@ def write_search_report(
         fs, url, render(config, study.trials, study.best(), study.importances(), tested).encode(), exclusive=False
     )
     return url
+
+
+def search_page(fs: FileSystem, root: str, copy: str | None = None) -> str:
+    """The URL of the page of the search at `root`, or of its `copy`, which is written there. A copy has no links to
+    runs, which are relative to the search. Raises NotFoundError for a search that has no page yet.
+    """
+    url = join(root, PAGE)
+    try:
+        content = fs.read_bytes(url)
+    except NotFoundError:
+        raise NotFoundError(
+            f"the search {root} has no report yet",
+            got=f"no {PAGE} in it",
+            allowed="a search that has ended",
+            next_step=f"See how far it is: lockstep status {shlex.quote(root)}. The same lockstep tune ends it.",
+        ) from None
+    if copy is None:
+        return url
+    plain = re.sub(rb'<a href="[^"]*">(.*?)</a>', rb"\1", content)  # ours: all that comes from data is escaped
+    write_file(filesystem(copy), copy, plain, exclusive=False)
+    return copy
 
 
 def parameter_words(parameters: Mapping[str, Any]) -> str:

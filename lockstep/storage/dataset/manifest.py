@@ -30,11 +30,11 @@ from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import MANIFEST_NAME
 from lockstep.storage.shown import short
-from lockstep.storage.urls import join
+from lockstep.storage.urls import at_path, basename, join, path_between, split_url
 
 __all__ = [
     "Counts", "DatasetManifest", "FileInfo", "ShardInfo", "SourceInfo", "SplitInfo",
-    "dataset_digest", "load_chain", "load_dataset", "read_checked", "seal", "unseal",
+    "chain_too_long", "dataset_digest", "link_to", "load_chain", "load_dataset", "read_checked", "seal", "unseal",
 ]  # fmt: skip
 
 MAX_CHAIN = 1000  # datasets that continue one another
@@ -94,7 +94,7 @@ class DatasetManifest:
         """Make a manifest: compute both digests, and check everything as if it were read.
 
         `created_by` is {"version", "config", "seed"}; `files` is keyed by path relative to the dataset; `parent`
-        is {"url", "digest"} of the dataset that this one appends to; `leakage` is {"kind", "checked", "found"}: the
+        is `link_to` the dataset that this one appends to; `leakage` is {"kind", "checked", "found"}: the
         kind of split, the checks, and how many records each found on two sides of the split. For a check of content,
         {"by_chance", "distinct"} say how many chance would give and how many contents there are. None: not checked.
         `compression` is that of all shards: "gzip" (only TFRecord, docs/decisions/068-gzip-shards.md) or None.
@@ -283,20 +283,63 @@ def load_dataset(url: str) -> DatasetManifest:
 def load_chain(url: str) -> tuple[tuple[str, DatasetManifest], ...]:
     """URL and manifest of the dataset at `url` and of all that it continues, nearest first.
 
-    Raises NotFoundError for a missing dataset, DataError if an earlier one has changed.
+    An earlier dataset that was moved or copied together with the later one is the one at the same relative path; else
+    it is the one at its recorded URL. Its digest decides. Raises NotFoundError for a missing dataset, DataError if an
+    earlier one has changed, or if there are more than MAX_CHAIN.
     """
     chain = [(url, load_dataset(url))]
     while (link := chain[-1][1].parent) is not None:
-        manifest = load_dataset(link["url"])
-        if manifest.digest != link["digest"] or len(chain) == MAX_CHAIN:
-            raise DataError(
-                f"{link['url']} is not the dataset that {chain[-1][0]} continues",
-                got=f"digest {manifest.digest}",
-                allowed=f"digest {link['digest']}, in a chain of {MAX_CHAIN} at most",
-                next_step="Restore that dataset, or build one from all inputs.",
-            )
-        chain.append((link["url"], manifest))
+        if len(chain) == MAX_CHAIN:
+            raise chain_too_long(url)
+        chain.append(_continued_by(chain[-1][0], link))
     return tuple(chain)
+
+
+def link_to(url: str, digest: str, child: str) -> dict[str, Any]:
+    """The `parent` of a dataset at `child` that continues the one at `url`."""
+    path = path_between(url, child)
+    return {"url": url, "digest": digest, **({} if path is None else {"path": path})}
+
+
+def chain_too_long(url: str) -> DataError:
+    """The error for a dataset at `url` that continues too many."""
+    return DataError(
+        f"{url} continues more datasets than a chain may have",
+        got=f"{MAX_CHAIN} datasets, and another one",
+        allowed=f"{MAX_CHAIN} in a chain",
+        next_step="Make one dataset of all inputs: the same command without --append-to or, with --increment, with an"
+        " empty --output. Later datasets then continue this one.",
+    )
+
+
+def _continued_by(child: str, link: Mapping[str, Any]) -> tuple[str, DatasetManifest]:
+    """URL and manifest of the dataset that the one at `child` continues, as its `parent` says."""
+    # Manifests without a path are of datasets that, as a rule, lay side by side.
+    near, found = at_path(child, link.get("path", f"../{basename(link['url'])}")), []
+    if split_url(near) in (split_url(link["url"]), split_url(child.rstrip("/"))):
+        near = link["url"]
+    for place in dict.fromkeys([near, link["url"]]):
+        try:
+            manifest = load_dataset(place)
+        except NotFoundError:
+            found.append(f"no dataset at {place}")
+            continue
+        except DataError as error:
+            if place == link["url"]:
+                raise
+            found.append(error.what)
+            continue
+        if manifest.digest == link["digest"]:
+            return place, manifest
+        found.append(f"digest {manifest.digest} at {place}")
+    lost = all(one.startswith("no dataset at") for one in found)
+    raise (NotFoundError if lost else DataError)(
+        f"the dataset that {child} continues is {'missing' if lost else 'another one now'}",
+        got="; ".join(found),
+        allowed=f"digest {link['digest']} at {link['url']}{'' if near == link['url'] else f', or at {near}'}",
+        next_step="Put that dataset back, or move and copy all datasets of a chain together; or build one dataset from"
+        " all inputs.",
+    )
 
 
 def read_checked(fs: FileSystem, root: str, path: str, info: FileInfo) -> bytes:

@@ -358,7 +358,9 @@ def read_parent(value: Any, where: str) -> dict[str, Any] | None:
     """The dataset that this one appends to, or None."""
     if value is None:
         return None
-    doc = documents.obj(value, ("url", "digest"), where=f"{where}: parent")
-    documents.string(doc["url"], where=f"{where}: parent: url")
+    keys = ("url", "digest", *(key for key in ("path",) if isinstance(value, dict) and key in value))
+    doc = documents.obj(value, keys, where=f"{where}: parent")
+    for key in doc.keys() - {"digest"}:
+        documents.string(doc[key], where=f"{where}: parent: {key}")
     documents.sha256(doc["digest"], where=f"{where}: parent: digest")
     return doc

@@ -287,7 +287,7 @@ class _LocalWriter(Writer):
 
 
 def _path(url: str) -> str:
-    return split_url(url)[2]
+    return split_url(url)[2].rstrip("/") or "/"  # no directory can be renamed to `name/`, which does not exist yet
 
 
 def _entry(url: str, name: str) -> FileStat | None:

@@ -174,3 +174,13 @@ def test_a_linked_folder_is_named_and_not_entered(tmp_path: Path) -> None:
     assert found == [("/a/x", False), ("/b", True), ("/loop", True)]
     os.symlink(top, tmp_path / "top")  # what is asked for may itself be a link
     assert len(list(walk(filesystem(top), str(tmp_path / "top")))) == 3
+
+
+def test_a_slash_at_the_end_of_a_name_is_none_of_it(tmp_path: Path) -> None:
+    fs, new = filesystem(str(tmp_path)), f"{tmp_path}/new/"
+    put(fs, f"{tmp_path}/staging/f")
+    fs.rename_new(f"{tmp_path}/staging/", new)
+    assert fs.exists(new) and fs.read_bytes(join(new, "f")) == b"data" and os.listdir(tmp_path) == ["new"]
+    assert [entry.url for entry in fs.list(new)] == [f"{tmp_path}/new/f"]
+    with pytest.raises(ExistsError):
+        fs.rename_new(str(tmp_path / "new"), new)

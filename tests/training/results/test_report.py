@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.jobs import report, train
-from lockstep.storage.documents import seal
-from lockstep.storage.errors import CorruptionError, NotFoundError
+from lockstep.storage.documents import seal, unseal
+from lockstep.storage.errors import CorruptionError, ExistsError, NotFoundError
 from lockstep.storage.fs import filesystem
 from lockstep.training.results.curves import LOSS, curve_names, distinct, epoch_curve
 from lockstep.training.results.follow import followed
@@ -98,6 +98,13 @@ def test_a_directory_that_is_no_run_and_a_run_that_has_not_begun(run: str, tmp_p
         write_report(run)
 
 
+def trained_on_its_data(run: str, folder: Path) -> None:
+    """Write the dataset that run.json names, and its digest there."""
+    where = Path(RunPaths(run).run_json)
+    digest = write_table(folder / "data").digest
+    where.write_bytes(seal(unseal(where.read_bytes(), "run.json") | {"dataset_digest": digest}))
+
+
 def test_a_run_that_has_not_ended_has_a_report(run: str, tmp_path: Path) -> None:
     url = write_report(run)
     assert url == RunPaths(run).report(2)
@@ -113,7 +120,7 @@ def test_a_run_that_has_not_ended_has_a_report(run: str, tmp_path: Path) -> None
         assert words in text, words
     assert "Data cannot be read now" in text and "digest 00ff" in text  # the dataset was never there
     assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in page
-    write_table(tmp_path / "data")
+    trained_on_its_data(run, tmp_path)
     Path(RunPaths(run).checkpoint(6, 2)).mkdir(parents=True)
     report.main([run])  # again, with what is there by now
     text = " ".join(re.sub("<[^>]*>", " ", Path(url).read_text()).split())
@@ -164,7 +171,7 @@ def test_jobs_train_writes_the_report_of_a_run_that_has_none(run: str, capsys: p
 
 
 def test_the_page_stands_alone_and_escapes_what_comes_from_data(run: str, tmp_path: Path) -> None:
-    write_table(tmp_path / "data")
+    trained_on_its_data(run, tmp_path)
     result = RunResult(
         run=run, generation=2, samples=9, seconds=1.0, restarts=1, steps=6, epochs=1, epochs_asked=1,
         samples_per_s=12.3, left_over=["00ff"], metrics={HOSTILE: 0.5}, checkpoint="step-0000000006.g0002",
@@ -256,7 +263,7 @@ def test_the_loss_in_another_precision_is_one_curve_with_the_log_loss(run: str) 
 
 
 def test_a_dataset_is_linked_with_its_page_or_how_to_make_one(run: str, tmp_path: Path) -> None:
-    write_table(tmp_path / "data")
+    trained_on_its_data(run, tmp_path)
     text = Path(write_report(run)).read_text()
     assert f'<a href="../../data">data</a>, not described yet: <code>lockstep describe {tmp_path}/data' in text
     (tmp_path / "data.html").touch()
@@ -332,3 +339,22 @@ def test_slow_ranks_and_what_each_rank_used_are_shown_where_there_are_any(run: s
     assert straggler_rows(history) == [("from step 5", text)]
     page = render(run, [], [], history, [], None)
     assert text in page and "<td>900 MiB</td>" in page and HOSTILE not in page
+
+
+def test_a_page_may_be_written_elsewhere_and_the_run_stays_as_it_is(
+    run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {path: path.stat().st_mtime_ns for path in Path(run).rglob("*")}
+    page = tmp_path / "pages" / "page.html"
+    with pytest.raises(NotFoundError, match="no such folder"):
+        report.main([run, "--html", str(page)])
+    page.parent.mkdir()
+    for _ in range(2):
+        assert report.main([run, "--html", str(page)]) == 0
+    assert capsys.readouterr().out == f"report {page}\n" * 2
+    assert {path: path.stat().st_mtime_ns for path in Path(run).rglob("*")} == before
+    assert page.read_text() == Path(write_report(run)).read_text()
+    page.write_text("mine")
+    with pytest.raises(ExistsError, match="is not a page of lockstep report"):
+        report.main([run, "--html", str(page)])
+    assert page.read_text() == "mine"

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lockstep.jobs.report import main as report_job
 from lockstep.storage.documents import unseal
-from lockstep.storage.errors import ConfigError, DataError, StorageError, TrainingFailedError
+from lockstep.storage.errors import ConfigError, DataError, NotFoundError, StorageError, TrainingFailedError
 from lockstep.storage.fs import filesystem
 from lockstep.training.config import TrainConfig
 from lockstep.training.driver.stop import EndedByCallerError
@@ -203,3 +205,17 @@ def test_an_error_ends_the_other_trials_in_order(tmp_path: Path) -> None:
         run(search(tmp_path, parallel=2), one_fails)
     assert len(ended) == 1 and isinstance(ended[0], EndedByCallerError)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("trial-")]
+
+
+def test_the_page_of_a_search_is_copied_without_its_links(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(search(tmp_path / "search", trials=3))
+    own, copy = tmp_path / "search" / "report.html", tmp_path / "page.html"
+    assert report_job([str(tmp_path / "search")]) == report_job([str(tmp_path / "search"), "--html", str(copy)]) == 0
+    assert capsys.readouterr().out == f"report {own}\nreport {copy}\n"
+    links = re.compile(r'<a href="trials/000[012]">([^<]+)</a>')
+    assert len(links.findall(own.read_text())) == 4
+    assert copy.read_text() == links.sub(r"\1", own.read_text()) and "<a " not in copy.read_text()
+    own.unlink()
+    with pytest.raises(NotFoundError, match="has no report yet") as caught:
+        report_job([str(tmp_path / "search"), "--html", str(copy)])
+    assert caught.value.got and caught.value.allowed and "lockstep status" in caught.value.next_step
