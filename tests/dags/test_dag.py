@@ -110,7 +110,7 @@ def test_nights_that_replay_and_publish_what_forgets_nothing(tmp_path: Path, mon
     assert refused["run"].endswith("2026-01-03") and refused["reason"].startswith("better, but worse by")
     matrix = forgetting_of(str(results / "runs" / "2026-01-03"), "test")
     assert matrix is not None and matrix.missing == 0 and len(matrix.days) == 3
-    assert max(np.subtract(matrix.values[1], matrix.values[2][:2], dtype=float)) > 0.01
+    assert max(np.array(matrix.values[1], float) - np.array(matrix.values[2][:2], float)) > 0.01
     report = Path(write_report(str(results / "runs" / "2026-01-03"))).read_text()
     assert all(f"{value:.4f}" in report for row in matrix.values for value in row)
 
