@@ -17,7 +17,7 @@ def parser() -> JobParser:
     """The command line."""
     found = JobParser("status", __doc__ or "", table="status")
     found.add_argument(
-        "run", metavar="RUN", help="a local path or hdfs:// URL of a run, or of a search of lockstep tune"
+        "run", metavar="RUN", help="a local path or hdfs:// URL of a run, also of lockstep agent, or of lockstep tune"
     )
     found.add_argument("--json", action="store_true", help="print it as JSON: of a run as RUN/status.json has it")
     found.epilog = "Reads a small file that the run's driver replaces every 5 s, or a search's journal. Exit code 0 in"
@@ -28,6 +28,7 @@ def parser() -> JobParser:
 def main(argv: Sequence[str]) -> int:
     """Print the status; returns the exit code."""
     args = parser().parse(argv)
+    from lockstep.training.actors.state import agent_now
     from lockstep.training.results.state import status_now
     from lockstep.training.search.search_status import is_search, read_search
 
@@ -36,6 +37,10 @@ def main(argv: Sequence[str]) -> int:
     if is_search(fs, run):
         search = read_search(fs, run, now)
         print(json.dumps(asdict(search), sort_keys=True) if args.json else search.words())
+        return 0
+    if fs.exists(paths.agent_json):
+        agent = agent_now(fs, paths, now)
+        print(json.dumps(agent.to_json(), sort_keys=True) if args.json else agent.words(run))
         return 0
     status = status_now(fs, paths, now)
     print(status.to_bytes().decode() if args.json else words(status, run, now))

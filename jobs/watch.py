@@ -19,7 +19,7 @@ CLEAR = "\x1b[H\x1b[J"  # the cursor to the first line, and nothing below it
 def parser() -> JobParser:
     """The command line."""
     found = JobParser("watch", __doc__ or "", table="watch")
-    found.add_argument("run", metavar="RUN", help="a local path or hdfs:// URL of a run")
+    found.add_argument("run", metavar="RUN", help="a local path or hdfs:// URL of a run, also of lockstep agent")
     found.add_argument("--every", dest="every_s", type=float, default=2.0, metavar="S", help="seconds between looks")
     found.add_argument(
         "--silent-limit",
@@ -39,37 +39,40 @@ def parser() -> JobParser:
 def main(argv: Sequence[str]) -> int:
     """Show the run until it ends; returns the exit code."""
     args = parser().parse(argv)
+    from lockstep.training.actors.state import AgentStatus, agent_now
     from lockstep.training.driver.stop import EXIT_STOPPED
     from lockstep.training.results.state import status_now
 
     run = absolute(args.run)
     fs, paths = filesystem(run), RunPaths(run)
+    status: RunStatus | AgentStatus
     shown = None
     while True:
+        now = now_utc()
         try:
-            status = status_now(fs, paths, now_utc())
+            status = agent_now(fs, paths, now) if fs.exists(paths.agent_json) else status_now(fs, paths, now)
         except StorageError as error:  # away for a while; a driver waits for it too
             print(f"the status cannot be read: {error.what}", file=sys.stderr, flush=True)
         else:
+            text = words(status, run, now) if isinstance(status, RunStatus) else status.words(run)
             if status != shown:
-                show(status, run, first=shown is None)
+                show(text, whole=shown is None or status.ended)
                 shown = status
             if status.ended:
                 code = {FINISHED: 0, STOPPED: EXIT_STOPPED}.get(status.state, 1)
                 return code if status.exit_code is None else status.exit_code  # None: of an earlier release
-            if (status.silent_s(now_utc()) or 0.0) > args.silent_limit_s:
-                show(status, run, first=True)  # the whole text, which says since when no driver writes
+            if (status.silent_s(now) or 0.0) > args.silent_limit_s:
+                show(text, whole=True)  # which says since when no driver writes
                 return 1
         time.sleep(args.every_s)
 
 
-def show(status: RunStatus, run: str, *, first: bool) -> None:
-    """Redraw the terminal; elsewhere print the whole text first and at the end, and one line between."""
-    text = words(status, run, now_utc())
+def show(text: str, *, whole: bool) -> None:
+    """Redraw the terminal; elsewhere print the text, or its first line."""
     if sys.stdout.isatty():
         print(f"{CLEAR}{text}", flush=True)
     else:
-        print(text if first or status.ended else text.partition("\n")[0], flush=True)
+        print(text if whole else text.partition("\n")[0], flush=True)
 
 
 if __name__ == "__main__":

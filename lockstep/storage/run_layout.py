@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 RUN_JSON = "run.json"
+AGENT_JSON = "agent.json"
 SELECTION = "selection.json"
 LEASE = "lease.json"
 STOPPED = "stopped.json"

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
 import subprocess
 import sys
 from collections.abc import Sequence
+from datetime import datetime, timedelta
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
+from pyarrow import csv
 
 from lockstep.training.results.forgetting import forgetting_of
+from lockstep.training.results.report import write_report
 from tests.dags._airflow import DAGS, SERVERS, Airflow, write_days
 
 LINES = 3000  # of a day
 DAYS = ("2026-01-01", "2026-01-02")
+OFTEN, SELDOM = b"/history/history.html", b"/shuttle/missions/sts-71/images/images.html"
+"""Pages of DAYS whose visitors ask again within half an hour: 84 % and 30 %."""
 TASKS = ("upload", "etl", "verify", "train", "publish")
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
@@ -43,8 +52,10 @@ def settings(folder: Path, days: Sequence[str], **more: str) -> str:
 
 
 def run_dag(folder: Path, airflow: Airflow, days: Sequence[str], **more: str) -> dict[str, Any]:
-    """Run the DAG for one day after the other; returns what _run_dag.py prints. All tasks must succeed."""
-    (folder / "conf.json").write_text(settings(folder, days, **more))
+    """Run the DAG for one day after the other; returns what _run_dag.py prints. All tasks must succeed. Days whose logs
+    are there keep them."""
+    new = [] if (folder / "daily" / days[0]).exists() else days
+    (folder / "conf.json").write_text(settings(folder, new, **more))
     script = str(Path(__file__).with_name("_run_dag.py"))
     output = airflow.python(script, str(DAGS / "lockstep_daily.py"), str(folder / "conf.json"), *days, limit_s=1800)
     told = next((line for line in output.splitlines() if line.startswith("RESULT ")), None)
@@ -76,12 +87,13 @@ def test_a_day_continues_the_day_before_with_jobs_other_than_etl_and_verify_only
 
 
 @pytest.mark.soak
-def test_two_days_from_log_to_a_published_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second day replays the first and is held to it; both runs know how each day fared."""
+def test_nights_that_replay_and_publish_what_forgets_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second day replays the first and is held to it; the third one is a better model that fell on earlier days."""
     monkeypatch.setenv("LOCKSTEP_ALL", "1")
-    run_dag(tmp_path, on_this_host(tmp_path), DAYS, replay="0.25", ewc="5", max_drop="0.5")
-    results = tmp_path / "results"
-    current = json.loads((results / "models" / "lockstep_weblog" / "_current.json").read_text())
+    airflow, results = on_this_host(tmp_path), tmp_path / "results"
+    run_dag(tmp_path, airflow, DAYS, replay="0.25", ewc="5", max_drop="0.5")
+    published = results / "models" / "lockstep_weblog"
+    current = json.loads((published / "_current.json").read_text())
     assert current["run"].endswith(DAYS)
     first, second = (json.loads((results / "runs" / day / "run.json").read_text()) for day in DAYS)
     assert "ratios" not in first["plan"] and second["plan"]["ratios"] == [3, 1]
@@ -89,6 +101,54 @@ def test_two_days_from_log_to_a_published_model(tmp_path: Path, monkeypatch: pyt
     assert (results / "runs" / DAYS[1] / "models" / "g0001" / "fisher.safetensors").is_file()
     found = forgetting_of(str(results / "runs" / DAYS[1]), "test")
     assert found is not None and found.missing == 0 and len(found.days) == 2
+    assert_rows_of_both_days(results)
+
+    write_reversed_day(tmp_path / "daily", "2026-01-03")
+    run_dag(tmp_path, airflow, ["2026-01-03"], replay="0.25", ewc="5", max_drop="0.01")
+    assert json.loads((published / "_current.json").read_text()) == current
+    (refused,) = (json.loads(file.read_text()) for file in (published / "_refused").iterdir())
+    assert refused["run"].endswith("2026-01-03") and refused["reason"].startswith("better, but worse by")
+    matrix = forgetting_of(str(results / "runs" / "2026-01-03"), "test")
+    assert matrix is not None and matrix.missing == 0 and len(matrix.days) == 3
+    assert max(np.array(matrix.values[1], float) - np.array(matrix.values[2][:2], float)) > 0.01
+    report = Path(write_report(str(results / "runs" / "2026-01-03"))).read_text()
+    assert all(f"{value:.4f}" in report for row in matrix.values for value in row)
+
+
+def assert_rows_of_both_days(results: Path) -> None:
+    """Each step of the second night has 24 rows of that day, each once, and 8 of the first, as evenly as can be."""
+    from tensorflow.train import Example
+
+    day_of = {
+        f"{Example.FromString(record).features.feature['sample_id'].int64_list.value[0] % (1 << 64):016x}": day
+        for day in DAYS
+        for record in records_of(results / "datasets" / day, "train")
+    }
+    audits = sorted((results / "runs" / DAYS[1] / "audit").glob("g*/rank-*/*.csv"))
+    ids = csv.ConvertOptions(column_types={"sample_id": pa.string()})
+    rows = pa.concat_tables([csv.read_csv(file, convert_options=ids) for file in audits])
+    days = pa.array([day_of[one] for one in rows["sample_id"].to_pylist()])
+    counts = rows.append_column("day", days).group_by(["step", "day"]).aggregate([("sample_id", "count")])
+    steps = sum(day == DAYS[1] for day in day_of.values()) // 24
+    for day, share in ((DAYS[0], 8), (DAYS[1], 24)):
+        of_day = counts.filter(pc.field("day") == day)["sample_id_count"]
+        assert of_day.unique().to_pylist() == [share] and len(of_day) == steps > 10
+        times = pc.value_counts(rows["sample_id"].filter(pc.equal(days, day))).field("counts")
+        assert pc.max(times).as_py() == math.ceil(share * steps / sum(one == day for one in day_of.values()))
+
+
+def write_reversed_day(folder: Path, day: str) -> None:
+    """Write logs for a day of twice as many lines: who asks again within half an hour asks for SELDOM, others for
+    OFTEN."""
+    write_days(folder / "more", ["before", day], 2 * LINES)
+    lines = [line.split(b" ") for line in (folder / "more" / day / "access.log").read_bytes().splitlines(keepends=True)]
+    lines, seen = [words for words in lines if len(words) == 10], dict[bytes, datetime]()
+    for words in reversed(lines):
+        at = datetime.strptime(b" ".join(words[3:5]).decode(), "[%d/%b/%Y:%H:%M:%S %z]")
+        again = words[0] in seen and seen[words[0]] - at <= timedelta(minutes=30)
+        words[6], seen[words[0]] = (SELDOM if again else OFTEN), at
+    (folder / day).mkdir()
+    (folder / day / "access.log").write_bytes(b"".join(map(b" ".join, lines)))
 
 
 @pytest.mark.soak

@@ -65,5 +65,5 @@ def test_the_pages_commands_train_nearly_the_best_policy(tmp_path: Path) -> None
     yes = np.asarray(keras.ops.softmax(trained(seen)["logits"]))[:, 1].reshape(2, SEATS)
     answers = [np.reshape(table, (2, SEATS)) for table in product((0.0, 1.0), repeat=2 * SEATS)]
     best, all_of_them = max(map(value, answers)), value(np.ones((2, SEATS)))
-    assert value((yes > 0.5).astype(np.float64)) > best - 0.15 * (best - all_of_them), yes
-    assert value(yes.astype(np.float64)) > (best + all_of_them) / 2, yes  # when it still explores
+    assert value((yes > 0.5).astype(np.float64)) > best - 0.05 * (best - all_of_them), yes
+    assert value(yes.astype(np.float64)) > best - 0.1 * (best - all_of_them), yes  # as it is played, by chance

@@ -23,14 +23,13 @@ from lockstep.training.control.task import RankTask
 from lockstep.training.driver.commit import CommitHandler
 from lockstep.training.driver.ownership import WATCH_S, Ownership
 from lockstep.training.driver.retention import drop_stagings, tidy_up
-from lockstep.training.driver.stop import StopRequest
+from lockstep.training.driver.stop import StopRequest, write_stopped
 from lockstep.training.launch.session import Launch
 from lockstep.training.rules import Keep
 from lockstep.training.run.lineage import Checkpoint, Claim, find_tip
 from lockstep.training.run.metrics import PartWriter
 from lockstep.training.run.paths import RunPaths
 
-CONFIG_FILE = "agent.json"
 FORMAT_VERSION = 1
 MOST_RESTARTS = 3  # in a row without a new checkpoint
 GRACE_S = 30.0
@@ -49,14 +48,7 @@ class Played:
 
     def words(self) -> str:
         """A line for people."""
-        found = self.progress
-        mean = "no episode has ended" if found.mean_return is None else f"mean return {found.mean_return:.1f}"
-        return (
-            f"{self.run}: {found.steps} steps, {found.episodes} episodes, {mean}; {found.updates} updates, "
-            f"lag {found.lag_sum / max(1, found.trajectories):.1f} (at most {found.lag_max}), "
-            f"rho {found.rho_sum / max(1, found.trajectories):.3f}; trajectories: "
-            f"{found.trajectories} used, {found.dropped} dropped, {found.lost} lost; {found.replaced} actors replaced"
-        )
+        return f"{self.run}: {self.progress.words()}"
 
     def to_json(self) -> dict[str, Any]:
         """The result as JSON."""
@@ -96,6 +88,7 @@ def play(
             if claim is None:
                 continue
             owner.sweep()
+            fs.discard(paths.stopped)
             drop_stagings(fs, paths, claim.generation)
             tip = tidy_up(fs, paths, claim.generation, tip, KEEP)
             handler = AgentHandler(fs, paths, claim, config, stop, owner, report)
@@ -113,6 +106,10 @@ def play(
                 handler.close()
             played = Played(config.run, Progress.from_json(found["progress"]), handler.model)
             if found["left"]:
+                write_stopped(
+                    fs, paths, generation=claim.generation, by=str(stop.by), tip=handler.tip, steps=config.steps,
+                    saved=True,
+                )  # fmt: skip
                 stop.last_line = f"{played.words()}\nstopped; the same call resumes it"
                 stop.leave()
             return played
@@ -135,7 +132,7 @@ def _open_run(fs: FileSystem, paths: RunPaths, config: AgentConfig) -> None:
             allowed="a new folder, or a run of lockstep agent",
             next_step="Name another --run.",
         )
-    where = f"{paths.root}/{CONFIG_FILE}"
+    where = paths.agent_json
     if fs.exists(where):
         document = unseal_as("agent", fs.read_bytes(where), where, version=FORMAT_VERSION)
         config.check_resumes(AgentConfig.from_json(document["config"]))

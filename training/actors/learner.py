@@ -75,6 +75,16 @@ class Progress(Message):
         last = [one for _, one in self.returns[-LAST:]]
         return sum(last) / len(last) if last else None
 
+    def words(self) -> str:
+        """A line for people."""
+        mean = "no episode has ended" if self.mean_return is None else f"mean return {self.mean_return:.1f}"
+        return (
+            f"{self.steps} steps, {self.episodes} episodes, {mean}; {self.updates} updates, "
+            f"lag {self.lag_sum / max(1, self.trajectories):.1f} (at most {self.lag_max}), "
+            f"rho {self.rho_sum / max(1, self.trajectories):.3f}; trajectories: "
+            f"{self.trajectories} used, {self.dropped} dropped, {self.lost} lost; {self.replaced} actors replaced"
+        )
+
     def resumed(self) -> Progress:
         """The progress of a run that continues from here: what was under way is lost."""
         return replace(self, lost=self.lost + self.under_way, under_way=0)

@@ -12,7 +12,7 @@ from lockstep.storage.errors import ConfigError, LockstepError, NotFoundError, n
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import MANIFEST_NAME
-from lockstep.storage.run_layout import CLAIMS, RUN_JSON
+from lockstep.storage.run_layout import AGENT_JSON, CLAIMS, RUN_JSON
 from lockstep.storage.urls import absolute, basename, join
 from lockstep.training.config import options_in
 from lockstep.training.driver.ownership import REWRITE_EVERY_S, read_lease
@@ -125,6 +125,8 @@ def _find(root: str) -> dict[str, str]:
                 found[url] = error.what
                 continue
             names = {entry.name for entry in entries}
+            if AGENT_JSON in names:  # lockstep status shows it
+                continue
             if RUN_JSON in names or CLAIMS in names:
                 found[url] = ""
             elif MANIFEST_NAME not in names:  # a dataset, a model

@@ -56,6 +56,11 @@ class RunPaths:
         return f"{self.root}/{run_layout.RUN_JSON}"
 
     @property
+    def agent_json(self) -> str:
+        """The configuration of a run of lockstep agent, which has no run.json."""
+        return f"{self.root}/{run_layout.AGENT_JSON}"
+
+    @property
     def selection(self) -> str:
         """How many samples of each block meet the run's --where; only with that flag."""
         return f"{self.root}/{run_layout.SELECTION}"

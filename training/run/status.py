@@ -127,6 +127,13 @@ def now_utc() -> datetime.datetime:
 
 def no_run(fs: FileSystem, paths: RunPaths) -> NotFoundError:
     """The error for a path without a run.json, by what is there instead."""
+    if fs.exists(paths.agent_json):
+        return NotFoundError(
+            f"{paths.root} is a run of lockstep agent",
+            got=paths.agent_json,
+            allowed="a run of lockstep train",
+            next_step="See `lockstep status` and `lockstep watch`; its metrics/ has a row every 5 s (docs/agents.md).",
+        )
     got = "no run.json" if fs.exists(paths.root) else "nothing at this path"
     next_step = "Check the path: it is the --run of lockstep train, which writes there within seconds of its start."
     if fs.exists(join(paths.root, MANIFEST_NAME)):
