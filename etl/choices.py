@@ -8,6 +8,7 @@ from typing import Literal, get_args
 DEFAULT_SHARD_BYTES = 128 << 20
 Weights = Literal["none", "balanced"]
 WEIGHTS = get_args(Weights)
+DEFAULT_SPLIT = "80/20"
 SPLITS = (
     "A/B or A/B/C such as 80/20 or 8/1/1 (train, validation, test), group:COLUMN:A/B,"
     " stratified:COLUMN:A/B, time:A/B or time:COLUMN:A/B, kfold:K, kfold:K:COLUMN or kfold:K:COLUMN:balanced,"

@@ -111,6 +111,7 @@ class TableConfig(WriteConfig):
             (self.proposes or len(ids) > 0) and all(ids), "--id-columns", ",".join(ids) or "none", "one column or more"
         )
         require(len(set(ids)) == len(ids), "--id-columns", ",".join(ids), "each column once")
+        require(not (self.label and self.unlabelled), "--label", "with --unlabelled", "without it: there are no labels")
         one = self.schema is None or not (self.exclude or self.label)
         require(one, "--schema", "together with --exclude or --label", "without them: the file declares both")
 
@@ -137,7 +138,7 @@ def check(config: TableConfig) -> Plan:
     --petastorm and the dataset that is continued.
     """
     parent = check_output(config)
-    schema = None if config.schema is None else load_schema(config.schema)
+    schema = None if config.schema is None else config.stored(load_schema(config.schema))
     if schema is not None:
         check_schema(config, schema, parent)
     return Plan(schema, parent)

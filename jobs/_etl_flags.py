@@ -52,6 +52,8 @@ def add_write_flags(job: JobParser, split: str) -> Any:
     add("--petastorm", action="store_true", help="also write the metadata of Petastorm's make_reader (a pickle)")
     baked = "store the inputs of a model, fitted on `train` only, instead of the features (docs/schema.md)"
     add("--bake", action="store_true", help=baked)
+    new = "rows whose label is not known yet, for lockstep predict: all in the split `test` (docs/prediction.md)"
+    add("--unlabelled", action="store_true", help=new)
     add("--master", metavar="URL", help="Spark master (default: spark-submit's, else local[*])")
     return add
 

@@ -34,6 +34,7 @@ class InputOptions(TypedDict, total=False):
     petastorm: bool
     bake: bool
     label_window: int | None
+    unlabelled: bool
     max_bad: str
     input_root: str | None
     split_bytes: int

@@ -19,6 +19,7 @@ from lockstep.storage.errors import require
 from lockstep.storage.urls import several
 
 ENCODED = ("folder", "tar", "parquet")
+NAMED = ("folder", "tar")  # whose folders name the classes
 MAX_SIDE = 4096
 MAX_CLASSES = 1 << 16
 _DEFAULT_CLASSES = {"idx": 10, "npz": 10, **NUM_CLASSES}
@@ -103,8 +104,19 @@ class ImagesConfig(OutputConfig):
         paired = len(self.image_arrays) == len(self.label_arrays) and all(arrays) and len(set(arrays)) == len(arrays)
         lists = f"{','.join(self.image_arrays)} with --label-arrays {','.join(self.label_arrays)}"
         require(paired, "--image-arrays", lists, "different names, an array of labels for each array of images")
+        self._check_labels()
         column = self.split_spec.column
         require(column in (None, "label"), "--split", self.split, "a split without a column, or stratified:label:A/B")
+
+    def _check_labels(self) -> None:
+        """Raise ConfigError for pictures without labels of a source that has labels, or with classes."""
+        if not self.unlabelled:
+            return
+        named = self.source in NAMED
+        require(named, "--unlabelled", f"--source {self.source}", f"with --source {' or '.join(NAMED)}")
+        classes = self.num_classes is not None or self.classes is not None
+        step = "Leave it out: the model names its classes."
+        require(not classes, "--classes or --num-classes", "with --unlabelled", "without it", step)
 
     @property
     def label_count(self) -> int | None:
@@ -128,6 +140,7 @@ class ImagesConfig(OutputConfig):
             self.source == "tar"
             and self.late
             and hashed
+            and not self.unlabelled
             and self.sample is None
             and self.append_to is None
             and self.input_root is None
@@ -148,7 +161,7 @@ class ImagesConfig(OutputConfig):
             encoding = {"kind": "image", "height": height, "width": width, "channels": channels, "fit": self.fit}
             image = Field(name="image", dtype="bytes", encoding=encoding)
         label = Field(name="label", dtype="int64", kind="label", num_classes=num_classes)
-        return Schema((sample_id_field(), image, label))
+        return self.stored(Schema((sample_id_field(), image, label)))
 
     @property
     def intake(self) -> Intake:

@@ -53,7 +53,7 @@ _LINES = pa.schema([(c.SOURCE, pa.int32()), ("lines", pa.binary()), ("bytes", pa
 @dataclass(frozen=True, slots=True)
 class FolderPiece(Piece):
     """Files of one folder: their paths below it and sizes in bytes; -1 for anything but a file or a link to one.
-    `classes` are those that are named like a split.
+    `classes` are those that are named like a split. With `unlabelled` no folder is a class.
     """
 
     source: int
@@ -61,6 +61,7 @@ class FolderPiece(Piece):
     split: str | None
     files: tuple[tuple[str, int], ...]
     classes: tuple[str, ...] = ()
+    unlabelled: bool = False
 
     def read(self, intake: Intake, num_classes: int | None) -> Iterator[pa.RecordBatch]:
         """Raises DataError for a file that does not have its planned length."""
@@ -92,8 +93,8 @@ class FolderPiece(Piece):
                 allowed=f"{size} bytes as at the start",
                 next_step="Run again when nothing writes to the input.",
             )
-        known = place_of(parts, self.split, self.classes)
-        if known.label is None:
+        known = place_of(parts, self.split, self.classes, unlabelled=self.unlabelled)
+        if known.label is None and not self.unlabelled:
             gather.bad(NO_CLASS, 0, data, place)
             return
         try:

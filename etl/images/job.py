@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -230,10 +230,11 @@ def plan_of(config: ImagesConfig) -> ImagePlan:
     """Find the input: archives, files or folders, and the pieces in which tasks read them."""
     given, step, root = config.split_spec.given, config.split_bytes, config.input_root
     if config.source == "folder":
-        return folders.plan(config.inputs, split_bytes=step, classes=config.classes)
+        return _labelled(folders.plan(config.inputs, split_bytes=step, classes=config.classes), config)
     if config.source == "tar":
         listed = config.intake.limits if config.may_be_planned else None
-        return tar.plan(config.inputs, split_bytes=step, listed=listed, classes=config.classes)
+        found = tar.plan(config.inputs, split_bytes=step, listed=listed, classes=config.classes)
+        return _labelled(found, config)
     classes = config.label_count
     if config.source == "parquet":
         image, label = config.image_column, config.label_column
@@ -246,6 +247,14 @@ def plan_of(config: ImagesConfig) -> ImagePlan:
         return npz.plan(config.inputs, names=names, given=given, num_classes=classes, split_bytes=step, root=root)
     kind = config.source
     return cifar.plan(config.inputs, kind, given=given, num_classes=classes, split_bytes=step, root=root)
+
+
+def _labelled(plan: ImagePlan, config: ImagesConfig) -> ImagePlan:
+    """The plan, or with --unlabelled the one by whose pieces no folder is a class."""
+    if not config.unlabelled:
+        return plan
+    pieces = [replace(piece, unlabelled=True) for piece in plan.pieces if isinstance(piece, FolderPiece | TarPiece)]
+    return replace(plan, pieces=pieces)
 
 
 def run(spark: SparkSession, config: ImagesConfig, images: ImageInput | None = None) -> DatasetManifest:
@@ -308,14 +317,15 @@ class ImageInput(Input[Tally]):
         folder that is there twice.
         """
         config, plan, spark = self.config, self.plan, parsed.sparkSession
-        names = class_names(config, plan, counts, self.target.parent)
+        names = () if config.unlabelled else class_names(config, plan, counts, self.target.parent)
         if counts.without_class:
             log.warning("%d files are in no class folder: %s", counts.without_class, CLASS_FOLDERS)
         classes, target = plan.num_classes or len(names), self.target
-        if classes != target.rows["label"].num_classes:
+        label = target.rows.label
+        if label is not None and classes != label.num_classes:
             target = _target(config, plan, classes, target.parent)
         images = _below_root(parsed.where(f"kind = {RECORD}"), _prefixes(config, plan))
-        rows = _with_labels(images, plan, names)
+        rows = images if label is None else _with_labels(images, plan, names)
         trees, named = plan.trees, bool(plan.named)
         sources = digest_trees(parsed, plan.sources) if trees else digest_sources(spark, plan.sources, paths=named)
         holding = sorted({piece.source for piece in plan.pieces})  # not files of labels, which may be equal

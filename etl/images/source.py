@@ -288,17 +288,20 @@ def split_word(text: str) -> str | None:
     return next((SPLITS[word] for word in re.split(r"[^a-z0-9]+", text.lower()) if word in SPLITS), None)
 
 
-def place_of(parts: Sequence[str], hint: str | None = None, classes: Sequence[str] = ()) -> Place:
+def place_of(
+    parts: Sequence[str], hint: str | None = None, classes: Sequence[str] = (), *, unlabelled: bool = False
+) -> Place:
     """Read a relative path. The first folder named like a split is the split, and the folder in it the class. Without
     one, the class is the folder of the file and the split is `hint`, from the name of the archive or root.
 
-    A folder that holds the file and that `classes` names is the class, also if it is named like a split. Names are in
+    A folder that holds the file and that `classes` names is the class, also if it is named like a split; with
+    `unlabelled` there is no class. Names are in
     Unicode's composed form (NFC): systems that decompose the letters of a name give the same classes and sample ids.
     """
     split, label, hinted = _of_folders(tuple(parts[:-1]), hint, tuple(classes))
     name = composed("/".join(parts))
     # With the hint in front, a sample has the same name if its split is a folder or a separate archive.
-    return Place(split, label, f"{split}/{name}" if hinted and split else name)
+    return Place(split, None if unlabelled else label, f"{split}/{name}" if hinted and split else name)
 
 
 def composed(text: str) -> str:

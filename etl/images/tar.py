@@ -50,7 +50,7 @@ class TarPiece(Piece):
     `replaced` are the positions of members that a later one replaces, and `linked` those of links that another piece
     reads, which has them in `links` as they are read: the position, name, offset and size. A packed archive, whose
     names are not known before, must not have a name twice, and its links are read after the rest. `classes` are those
-    that are named like a split.
+    that are named like a split. With `unlabelled` no folder is a class.
     """
 
     source: int
@@ -64,6 +64,7 @@ class TarPiece(Piece):
     replaced: tuple[int, ...] = ()
     linked: tuple[int, ...] = ()
     links: tuple[tuple[int, str, int, int], ...] = ()
+    unlabelled: bool = False
 
     def read(self, intake: Intake, num_classes: int | None) -> Iterator[pa.RecordBatch]:
         """Raises DataError with the byte position if the archive is damaged."""
@@ -118,7 +119,7 @@ class TarPiece(Piece):
             # A link has only a header, which begins with its name.
             gather.bad(reason, member.position, member.name.encode()[:BLOCK])
             return None
-        return place_of(parts, self.split, self.classes)
+        return place_of(parts, self.split, self.classes, unlabelled=self.unlabelled)
 
     def _take(self, stream: Forward, member: Member, intake: Intake, gather: r.Gather) -> None:
         place = self.place(member, gather)
@@ -129,7 +130,7 @@ class TarPiece(Piece):
             gather.bad_part(TOO_MANY_BYTES, member.position, raw, member.size, digest)
             return
         data = stream.at(member.offset, member.size)
-        if place.label is None:
+        if place.label is None and not self.unlabelled:
             gather.bad(NO_CLASS, member.position, data)
             return
         try:

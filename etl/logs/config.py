@@ -96,6 +96,7 @@ class LogsConfig(OutputConfig):
             require(len(set(names)) == len(names) and all(names), flag, " ".join(names), "each name once")
         require(len(set(self.columns)) == len(self.columns), "--columns", " ".join(self.columns), "each name once")
         self._check_web()
+        require(not (self.label and self.unlabelled), "--label", "with --unlabelled", "without it: there are no labels")
         require(
             not self.split_spec.given,
             "--split",
@@ -175,7 +176,7 @@ class LogsConfig(OutputConfig):
     def to_json(self) -> dict[str, Any]:
         """The settings that decide the content of the dataset, in addition to input, seed and schema."""
         web = {
-            "label": self.label or DEFAULT_LABEL,
+            "label": None if self.unlabelled else self.label or DEFAULT_LABEL,
             "role_columns": self.role_columns,
             "page_suffixes": list(self.page_suffixes),
             "asset_suffixes": list(self.asset_suffixes),

@@ -163,7 +163,7 @@ class LogInput(Input[LogCounts]):
         config, plan, spark = self.config, self.plan, parsed.sparkSession
         sources = digest_sources(spark, plan.sources, counts.digests, paths=plan.by_place)
         check_contents(sources, counts.records, plan.target.parent)
-        if config.label is None and plan.target.parent is None:
+        if config.label is None and plan.target.parent is None and not config.unlabelled:
             _check_covered(counts)
         rows, carry = parsed.where(f"_kind = {ROW}"), None
         if isinstance(plan.parser, RecordLines):
@@ -171,10 +171,11 @@ class LogInput(Input[LogCounts]):
         else:
             past, texts = plan.past, web.texts_of(plan.combined)
             past.check_order(rows, counts.first_page, [source.url for source in plan.sources], config.label)
-            hold_s = hold_of_label(spark, config.label) if config.split_spec.continues else None
+            continues = config.split_spec.continues and not config.unlabelled
+            hold_s = hold_of_label(spark, config.label) if continues else None
             rows = web.rows_of(
                 rows,
-                config.label or DEFAULT_LABEL,
+                "false" if config.unlabelled else config.label or DEFAULT_LABEL,
                 past.log_end(counts.log_end),
                 plan.combined,
                 past=past.rows(spark, texts),

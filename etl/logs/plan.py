@@ -27,6 +27,7 @@ from lockstep.etl.logs.values import without_bom
 from lockstep.etl.logs.web import WebLines
 from lockstep.etl.write.append import Parent, other_parent
 from lockstep.etl.write.checks import Target, check_target
+from lockstep.etl.write.config import TO_PREDICT
 from lockstep.etl.write.increment import ReadBefore
 from lockstep.etl.write.sources import check_paths
 from lockstep.features.schema.declare import load_schema
@@ -166,7 +167,7 @@ def plan_of(config: LogsConfig, parent: Parent | None = None, sources: Sequence[
         target = checked or _web_target(config, lines.combined, parent)
         work = _work(sources, names, config)
         return Plan(tuple(sources), work, lines, target, web.ID_COLUMNS, Past.of(parent))
-    schema = config.schema if isinstance(config.schema, Schema) else load_schema(config.schema)
+    schema = config.stored(config.schema if isinstance(config.schema, Schema) else load_schema(config.schema))
     id_columns = config.id_columns or PLACE_COLUMNS
     sources = sources_of(config) if sources is None else sources
     if not config.id_columns:
@@ -211,7 +212,7 @@ def _work(sources: Sequence[Source], names: Sequence[tuple[str, ...]], config: L
 
 
 def _web_target(config: LogsConfig, combined: bool, parent: Parent | None) -> Target:
-    return _target(config, web.schema(combined), web.ID_SCHEMA, parent)
+    return _target(config, config.stored(web.schema(combined)), web.ID_SCHEMA, parent)
 
 
 def _target(config: LogsConfig, schema: Schema, read: pa.Schema, parent: Parent | None) -> Target:
@@ -269,7 +270,10 @@ def _check_columns(
         missing = [name for name in wanted if name not in there]
         twice = [name for name in wanted if there.count(name) > 1]
         if not config.format.keyed and (missing or twice):
-            raise columns_differ(source.url, config.log_format, there, missing, twice)
+            error = columns_differ(source.url, config.log_format, there, missing, twice)
+            if schema.label is not None and schema.label.name in missing:
+                error.next_step += TO_PREDICT
+            raise error
     odd = [name for name in wanted if name.startswith("_") or name == "split"]
     alike = [name for name, count in Counter(name.lower() for name in wanted).items() if count > 1]
     if odd or alike:

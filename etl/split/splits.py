@@ -24,6 +24,7 @@ TRAIN, VALIDATION, TEST = "train", "validation", "test"
 TIME_COLUMN = "time"
 MAX_FOLDS = 100
 MAX_SHOWN = 200
+NO_SPLIT = "none"  # what --split is called where all records are in one
 _PART = re.compile(r"[0-9]{1,6}([.][0-9]{1,6})?")
 _FOLDS = re.compile(r"[1-9][0-9]{0,2}")
 _FOLD = re.compile(r"fold-\d+")
@@ -77,7 +78,9 @@ class SplitSpec:
 
     @property
     def text(self) -> str:
-        """The form that `parse` reads."""
+        """The form that `parse` reads; NO_SPLIT for all records in one."""
+        if len(self.names) == 1:
+            return NO_SPLIT
         shares = "/".join(map(str, self.weights))
         if self.kind == "kfold":
             column = "" if self.column is None else f":{self.column}"
@@ -165,6 +168,10 @@ class SplitSpec:
 
     def _named(self, hashes: NDArray[np.uint64]) -> pa.StringArray:
         return pa.array(self.names, pa.string()).take(pa.array(shares_of(hashes, self.weights)))
+
+
+ONE_SPLIT = SplitSpec(names=(TEST,), weights=(1,))
+"""All records are `test`, the split that predictions are of unless another one is named."""
 
 
 def are_folds(names: Collection[str]) -> bool:

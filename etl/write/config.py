@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import posixpath
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
-from lockstep.etl.choices import DEFAULT_SHARD_BYTES, WEIGHTS, Weights
+from lockstep.etl.choices import DEFAULT_SHARD_BYTES, DEFAULT_SPLIT, WEIGHTS, Weights
 from lockstep.etl.input.files import DEFAULT_SPLIT_BYTES
 from lockstep.etl.split.sampling import Sampling, parse_share
-from lockstep.etl.split.splits import SplitSpec
+from lockstep.etl.split.splits import NO_SPLIT, ONE_SPLIT, SplitSpec
+from lockstep.features.schema.schema import Schema
 from lockstep.storage.dataset.layout import COMPRESSIONS, FORMATS, Compression, Format
 from lockstep.storage.errors import require
 from lockstep.storage.urls import absolute, several, split_url
 
 NOT_KEPT = "none"
 """The value of --quarantine with which rejected input is not kept."""
+TO_PREDICT = " Rows to predict, whose label is not known yet, need --unlabelled (docs/prediction.md)."
+"""What to do about a missing label, after another step."""
 _SIDE = re.compile(r"[0-9]{1,9}")
 
 
@@ -31,7 +34,7 @@ class WriteConfig:
     """tfrecord or parquet."""
     compression: Compression = "none"
     """none or gzip, for TFRecord shards; pages of Parquet shards are always compressed (zstd)."""
-    split: str = "80/20"
+    split: str = DEFAULT_SPLIT
     """See SplitSpec."""
     shard_bytes: int = DEFAULT_SHARD_BYTES
     """Maximum of the encoded bytes of a shard, on average over a split; before compression."""
@@ -57,6 +60,9 @@ class WriteConfig:
     label_window: int | None = None
     """With a time split: how far a label looks ahead of its record, in seconds, or in the unit of a column of whole
     numbers. Records whose label looks into the next split are left out; with None no record is."""
+    unlabelled: bool = False
+    """Whether the rows' labels are not known yet: they are stored without label, weight and statistics, all in one
+    split, `test`, for a model to predict (docs/prediction.md)."""
 
     def __post_init__(self) -> None:
         require(self.fmt in FORMATS, "--format", self.fmt, ", ".join(FORMATS))
@@ -75,7 +81,10 @@ class WriteConfig:
         if self.quarantine not in (None, NOT_KEPT):
             apart = not _nested(self.output, str(self.quarantine))
             require(apart, "--quarantine", str(self.quarantine), f"a place outside of {self.output}")
-        spec = SplitSpec.parse(self.split)
+        if self.unlabelled:
+            self._check_unlabelled()
+            object.__setattr__(self, "split", NO_SPLIT)
+        spec = self.split_spec
         if self.label_window is not None:
             require(self.label_window >= 0, "--label-window", str(self.label_window), "0 or more")
             require(spec.kind == "time", "--label-window", f"--split {self.split}", "--split time:...")
@@ -84,10 +93,34 @@ class WriteConfig:
         if self.sample is not None:
             Sampling.parse(self.sample)
 
+    def _check_unlabelled(self) -> None:
+        """Raise ConfigError for settings that need labels, statistics or splits."""
+        idle = {
+            "--split": self.split not in (DEFAULT_SPLIT, NO_SPLIT),
+            "--sample": self.sample is not None,
+            "--weights": self.weights != "none",
+            "--bake": self.bake,
+            "--append-to": self.append_to is not None,
+        }
+        given = ", ".join(flag for flag, is_given in idle.items() if is_given)
+        allowed = "without: rows to predict are in one split, as they are, and in a dataset for themselves"
+        require(not given, given, "with --unlabelled", allowed, f"Leave out {given}.")
+
     @property
     def split_spec(self) -> SplitSpec:
         """The split, parsed."""
-        return SplitSpec.parse(self.split)
+        return ONE_SPLIT if self.unlabelled else SplitSpec.parse(self.split)
+
+    def stored(self, schema: Schema) -> Schema:
+        """The fields of `schema` as the dataset stores them: of rows without labels no label and no weight, and columns
+        whose encoding needs statistics for storage alone, since a model brings its own.
+        """
+        if not self.unlabelled:
+            return schema
+        ignored = {field.name for field in schema.fitted_fields}
+        kept = (field for field in schema if field.kind not in ("label", "weight"))
+        fields = (replace(field, encoding={"kind": "ignore"}) if field.name in ignored else field for field in kept)
+        return replace(schema, fields=tuple(fields))
 
     @property
     def sampling(self) -> Sampling | None:
@@ -118,6 +151,7 @@ class WriteConfig:
             "petastorm": self.petastorm,
             "bake": self.bake,
             **({} if self.window is None else {"label_window": self.window}),
+            **({"unlabelled": True} if self.unlabelled else {}),
         }
 
 

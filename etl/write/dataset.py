@@ -79,6 +79,7 @@ def write_dataset(
     petastorm: bool = False,
     bake: bool = False,
     label_window: int | None = None,
+    unlabelled: bool = False,
     origin: Origin | None = None,
 ) -> DatasetManifest:
     """Split, order, encode and publish the rows of a data frame as the dataset `url`.
@@ -109,7 +110,7 @@ def write_dataset(
         split=split if isinstance(split, str) else split.text, shard_bytes=shard_bytes,
         row_group_bytes=row_group_bytes, seed=seed,
         sample=sample, weights=weights, quarantine=quarantine, append_to=append_to, clean=clean,
-        petastorm=petastorm, bake=bake, label_window=label_window,
+        petastorm=petastorm, bake=bake, label_window=label_window, unlabelled=unlabelled,
     )  # fmt: skip
     parent, ids = check_output(config), several(id_columns)
     used = None if schema is None else _used(config, schema, ids)
@@ -136,6 +137,7 @@ def write_frame(
     origin: Origin | None = None,
 ) -> DatasetManifest:
     """write_dataset for a `config` whose output was checked and continues `parent`."""
+    schema = None if schema is None else config.stored(schema)
     rows, schema = prepared(df, schema, id_columns, config.split_spec, label, _looked_at(config))
     refuse_chance(df)
     target = check_target(config, schema, dict(rows.dtypes), parent)

@@ -10,6 +10,7 @@ from lockstep.etl import columns as c
 from lockstep.etl.propose import HASH_BUCKETS
 from lockstep.etl.spark.errors import SameIdError, to_wire
 from lockstep.etl.split.splits import SplitSpec
+from lockstep.etl.write.config import TO_PREDICT
 from lockstep.features.examples.column_checks import MAX_UINT64
 from lockstep.features.schema.declare import complete_encoding
 from lockstep.features.schema.encodings import Encoding
@@ -195,6 +196,8 @@ def prepared(
         if name not in have:
             flag = "--id-columns" if name in id_columns else "--split" if name == split.column else "the schema"
             step = f"Correct {flag}, or make such a column in a query."
+            if schema.label is not None and name == schema.label.name:
+                step += TO_PREDICT
             raise _cannot(name, "no such column", f"one of {', '.join(have)}"[:1000], step)
         column = _class_of(name, have[name], schema.label, kept) if schema.label is not None else None
         column = _as(name, have[name], kind) if column is None else column

@@ -113,5 +113,5 @@ def check_bad(
 def _way_out(reasons: Set[str]) -> str:
     """What to do about records that are bad for `reasons`."""
     if NO_CLASS in reasons:
-        return f"Put each image into a folder of its class; {CLASS_FOLDERS}."
+        return f"Put each image into a folder of its class; {CLASS_FOLDERS}. Images to predict need --unlabelled."
     return "Check that the input is what the job reads; raise --max-bad to continue with the rest."

@@ -100,12 +100,13 @@ class OpenSplit:
         selection: Selection | None = None,
         schema: Mapping[str, Any] | None = None,
         also: Collection[str] = (),
+        encoder: Encoder | None = None,
     ) -> Self:
         """Open a split of one dataset, or of several as lockstep.training.plan.datasets joins them, with all checks
         that are made at the start. `training` chooses the statistics for training among those fitted for each fold;
         `as_trained_on`, the split that a model was trained on, those of its training if `split` is one of its parts.
         `schema` is that of a manifest with more fields, which state a default. Columns that no model is fed are only
-        read if they are in `also`.
+        read if they are in `also`. `encoder` takes the place of the dataset's own.
         """
         parts, manifest = open_parts(datasets, split, selection)
         manifest = manifest if schema is None else replace(manifest, schema=schema)
@@ -113,8 +114,12 @@ class OpenSplit:
         if as_trained_on is not None and split in as_trained_on.split(","):
             fold, training = as_trained_on, True
         own = replace(first.manifest, schema=manifest.schema)  # whose splits do not have the name of several
-        encoder = load_encoder(first.url, own, held_out(own, fold, training=training))
-        reader = SplitReader(first.url, first.manifest, first.split, encoder, name=split, options=options, also=also)
+        if encoder is None:
+            encoder = load_encoder(first.url, own, held_out(own, fold, training=training))
+        stored = Schema.from_json(own.schema)
+        reader = SplitReader(
+            first.url, first.manifest, first.split, encoder, name=split, options=options, also=also, schema=stored
+        )
         for part in parts[1:]:
             reader.add(part.url, part.manifest, part.split)
         return cls(manifest, encoder, reader)

@@ -122,6 +122,7 @@ class SplitReader:
     The constructor checks the length of every shard and the digests of TFRecord indexes and Parquet footers, so that a
     truncated or replaced dataset is refused before the first step. Checksums of records and pages are checked while
     reading. Of Parquet shards an Encoder's reader reads the columns that are fed, and `also`; a Schema's reads all.
+    `schema` is that of the shards; by default the encoder's.
     Memory: O(blocks) for the block tables, the blocks of `read_in_turn` as decoded Parquet row groups or gzip
     blocks (for TFRecord, the record offsets of twice as many), KEPT_INDEX_BYTES of indexes, and after the first
     `prefetch` the `read_ahead_bytes` that are being fetched or wait for `read`.
@@ -137,10 +138,11 @@ class SplitReader:
         name: str | None = None,
         options: ReadOptions | None = None,
         also: Collection[str] = (),
+        schema: Schema | None = None,
     ) -> None:
         self.split = name or split
         """The plan's name of the split, or of all splits after `add`."""
-        self.schema = encoder if isinstance(encoder, Schema) else encoder.schema
+        self.schema = schema or (encoder if isinstance(encoder, Schema) else encoder.schema)
         self._blocks: OrderedDict[tuple[int, int], Block] = OrderedDict()  # least recently used first
         self._shards: list[Shard] = []
         self._kept: tuple[int, ...] = ()  # of each block, where only records that meet a condition are read

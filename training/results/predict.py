@@ -31,6 +31,7 @@ from lockstep.training.plan.datasets import rows_of
 from lockstep.training.rank import runtime
 from lockstep.training.results.evaluate import Scored, check_alike
 from lockstep.training.results.export_run import check_output
+from lockstep.training.results.model_inputs import model_encoder, other_pixels
 from lockstep.training.results.stored_model import StoredModel, Which, task_of
 from lockstep.training.run import notes
 from lockstep.training.run.paths import RunPaths
@@ -146,7 +147,8 @@ def predict(request: PredictRequest, launch: Launch) -> Predicted:
     floats for a model with several numbers a row; and `class` int64, the index of the largest, if the label is a
     class. If classes have names, `label_name` and `class_name` have them. Of a run with --bad-images skip, rows
     whose image cannot be decoded have null there. Rows are in the order of the dataset; files and bytes do not
-    depend on `num_ranks`. A failed rank is started again, and
+    depend on `num_ranks`. An exported model is fed as it was trained, with its own statistics, unless the dataset is
+    baked. A failed rank is started again, and
     repeats the file that it was writing. Nothing appears at `output` before all files are complete. Prints a note
     if predictions are not finite. Raises ConfigError, NotFoundError and ExistsError, where possible before a rank
     is started.
@@ -160,6 +162,8 @@ def predict(request: PredictRequest, launch: Launch) -> Predicted:
     request = replace(request, columns=columns_to_carry(manifest, request.columns))
     members = [Scored.of(run, request.checkpoint, manifest).stored for run in request.runs]
     check_alike(members, manifest, split)
+    model_encoder(members, manifest)
+    notes.show(notes.of_pixels(other_pixels(members[0], manifest)))
     parts = min(-(-rows // request.batch), max(MIN_PARTS, -(-rows // PART_ROWS)))
     staging = staging_folder(fs, parent(output), "predict")
     order = PredictOrder(request=request, members=members, parts=parts, directory=staging)

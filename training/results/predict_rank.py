@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from lockstep.features.encode.encoder import Encoded, Encoder
 from lockstep.features.schema.schema import class_names_of
 from lockstep.storage.dataset.layout import FILES_FOLDER, files_of_shard
-from lockstep.storage.dataset.manifest import DatasetManifest, has_files, read_checked
+from lockstep.storage.dataset.manifest import DatasetManifest, has_files, load_dataset, read_checked
 from lockstep.storage.errors import CorruptionError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import file_digest
@@ -29,10 +29,11 @@ from lockstep.storage.urls import join
 from lockstep.training.batches.feed import eval_batches, eval_rows
 from lockstep.training.control.context import RankContext
 from lockstep.training.control.protocol import OPENING
-from lockstep.training.models.on_disk import upload
+from lockstep.training.models.on_disk import load_model, upload
 from lockstep.training.plan.datasets import split_of, task_of
 from lockstep.training.reading.background import ReadAhead
 from lockstep.training.reading.open import OpenSplit
+from lockstep.training.results.model_inputs import model_encoder
 from lockstep.training.results.predict import PartFile, PredictOrder, RankPredictions
 from lockstep.training.results.predictor import ExportedModel, prediction_column
 from lockstep.training.results.stored_model import StoredModel
@@ -54,10 +55,13 @@ def run(context: RankContext) -> dict[str, Any]:
     request, config, directory, parts = order.request, order.members[0].config, order.directory, order.parts
     world, beat, batch = context.world, context.control.beat, request.batch
     beat(0, OPENING)
-    split = OpenSplit.at(request.dataset, request.split, as_trained_on=config.data.split, also=request.columns)
+    inputs = model_encoder(order.members, load_dataset(request.dataset))
+    split = OpenSplit.at(
+        request.dataset, request.split, as_trained_on=config.data.split, also=request.columns, encoder=inputs
+    )
     split = split.of_task(task_of(config, request.dataset))
     beat(0, "load the model")
-    model = _mean_of(order.members, split)
+    model = _mean_of(order.members, split, encoded=inputs is not None)
     form = _form_of(model, split, order.members[0])
     steps, encoder = 0, split.encoder
     if config.skips_bad_images and encoder.can_skip_images:
@@ -102,10 +106,17 @@ def run(context: RankContext) -> dict[str, Any]:
     return RankPredictions(files=files).to_json()
 
 
-def _mean_of(members: Sequence[StoredModel], split: OpenSplit) -> keras.Model:
-    """The model of the one of `members`, or the mean of several."""
+def _mean_of(members: Sequence[StoredModel], split: OpenSplit, *, encoded: bool) -> keras.Model:
+    """The model of the one of `members`, or the mean of several; with `encoded`, the rows are encoded as these were
+    trained, else the dataset must have the encoder of their training data.
+    """
     signature = split.encoder.signature
-    models = [member.load(split.manifest, signature, may_lack_label=True) for member in members]
+    models = [
+        load_model(str(member.model), member.config.model.model)
+        if encoded
+        else member.load(split.manifest, signature, may_lack_label=True)
+        for member in members
+    ]
     return models[0] if len(models) == 1 else ensemble_of(models, list(map(takes_logits, models)), signature)
 
 

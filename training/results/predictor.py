@@ -99,14 +99,18 @@ class ExportedModel:
             _loaded[key] = Predictor(load_model(self.url, self.model), self.columns, self._encoder())
         return _loaded[key]
 
-    def _encoder(self) -> Encoder:
-        """The encoder of raw rows, without label and weight; its sample ids are numbers of rows."""
-        fitted: dict[str, Fitted] = {}
+    def fitted(self) -> dict[str, Fitted]:
+        """The statistics of each field that needs some, by its name."""
+        found: dict[str, Fitted] = {}
         for field in self.schema.fitted_fields:
             assert field.fitted_file is not None
             name = FITTED_PREFIX + self.fitted_name(field.fitted_file)
-            fitted[field.name] = read_fitted(_document(self.url, name))
-        return Encoder(Schema((sample_id_field(), *self.schema.features)), fitted)
+            found[field.name] = read_fitted(_document(self.url, name))
+        return found
+
+    def _encoder(self) -> Encoder:
+        """The encoder of raw rows, without label and weight; its sample ids are numbers of rows."""
+        return Encoder(Schema((sample_id_field(), *self.schema.features)), self.fitted())
 
     def fitted_name(self, file: str) -> str:
         """The fitted file that the run's encoder used: `file`, or the one of the fold that it left out."""

@@ -93,6 +93,13 @@ def of_predictions(not_finite: int, rows: int) -> list[str]:
     ]
 
 
+def of_pixels(otherwise: str | None) -> list[str]:
+    """Pictures that became pixels `otherwise` than those that the model was trained on."""
+    if otherwise is None:
+        return []
+    return [f"the dataset's pixels were made with {otherwise}; next: make it by the flags of the training data"]
+
+
 def of_base_rates(
     trained: Sequence[int] | None, evaluated: Sequence[int] | None, split: str, names: Sequence[str] | None = None
 ) -> list[str]:
