@@ -146,7 +146,7 @@ def test_the_size_of_advantages_is_that_of_all_learners_and_is_resumed(tmp_path:
     for one in (again, kept):
         one.update([batches[2]], 0.0, [])
     fresh = Updates(config, player.envs.shape, SoloCommunicator())
-    fresh.load({**stored, "optimizer/square": np.float32(0.0)})
+    fresh.load({**stored, "optimizer/square": np.zeros((), np.float32)})
     fresh.update([batches[2]], 0.0, [])
     assert (again.weights() == kept.weights()).all() and (again.weights() != fresh.weights()).any()
 
