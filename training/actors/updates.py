@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,10 +20,11 @@ from lockstep.training.actors.vtrace import vtrace
 from lockstep.training.comm.base import Communicator
 
 VALUE_WEIGHT = 0.5  # of the values' squared errors in the loss, as in the paper's appendix
-# How much of the mean square of advantages is kept at the next update. If each batch were divided by its own root mean
-# square, batches without information would weigh as much as others, and a policy without entropy would stay so.
+# How much of the mean square of advantages is kept at the next update while it rises, and over how many environment
+# steps it falls. If each batch were divided by its own root mean square, batches without information would weigh as
+# much as others, and a policy without entropy would stay so. Once a game is solved, small advantages are noise.
 SIZE_KEPT = 0.99
-SIZE_KEPT_FALLING = 0.9999  # while it falls: what is small once a game is solved is noise, and its first error is large
+SIZE_FALLS_STEPS = 300_000
 CLIP_NORM = 0.5  # of the gradient over all variables
 SMALL = 0.01  # of the policy's first kernel: at first all actions are about as likely
 INPUT = "observation"
@@ -93,13 +95,14 @@ class Updates:
         self._optimizer.learning_rate.assign(self._config.learning_rate * max(0.0, 1.0 - progress))
         self._apply(buffer[: gradient.size] / np.float32(self._comm.num_ranks))
         total, weight, *sums = buffer[gradient.size :]
-        self._take_size(float(total) / (float(weight) + 1e-6))
+        played = sum(record["actions"][0].size for record in batch) * self._comm.num_ranks
+        self._take_size(float(total) / (float(weight) + 1e-6), played)
         return np.rint(sums).astype(np.int64)
 
-    def _take_size(self, square: float) -> None:
+    def _take_size(self, square: float, steps: int) -> None:
         before = float(self._square)
-        kept = (SIZE_KEPT_FALLING if square < before else SIZE_KEPT) if before > 0 else 0.0
-        self._square.assign(kept * before + (1.0 - kept) * square)
+        kept = SIZE_KEPT if square > before else math.exp(-steps / SIZE_FALLS_STEPS)
+        self._square.assign(kept * before + (1.0 - kept) * square if before > 0 else square)
 
     def tensors(self) -> dict[str, NDArray[Any]]:
         """Weights and the optimizer's state, by name."""
@@ -146,7 +149,8 @@ class Updates:
             # The size that advantages have without rho: else those of a batch that no policy of today plays would grow.
             weight = ops.sum(ops.square(ops.minimum(ratios * played, 1.0)))
             squares = ops.stop_gradient(ops.sum(ops.square(targets.advantages)))
-            size = ops.sqrt(ops.where(self._square > 0, self._square, squares / (weight + 1e-6)))
+            # A batch larger than usual is divided by its own size: so is the first failure after a game was solved.
+            size = ops.sqrt(ops.maximum(self._square, squares / (weight + 1e-6)))
             policy = -ops.sum(targets.advantages / (size + 1e-6) * log_taken * played)
             value = ops.sum(ops.square((targets.values - values[:-1]) / self._horizon) * played)
             entropy = -ops.sum(ops.sum(ops.exp(log_pi) * log_pi, axis=-1) * played)
