@@ -25,6 +25,9 @@ VALUE_WEIGHT = 0.5  # of the values' squared errors in the loss, as in the paper
 # much as others, and a policy without entropy would stay so. Once a game is solved, small advantages are noise.
 SIZE_KEPT = 0.99
 SIZE_FALLS_STEPS = 300_000
+# Of the mean square of centred logits in the loss. A policy of one action has neither a gradient of its own nor one of
+# its entropy, so nothing else would bring the other actions back.
+EXTREME_WEIGHT = 1e-3
 CLIP_NORM = 0.5  # of the gradient over all variables
 SMALL = 0.01  # of the policy's first kernel: at first all actions are about as likely
 INPUT = "observation"
@@ -42,7 +45,7 @@ def make_model(shape: Shape, widths: Sequence[int], seed: int) -> tuple[keras.Mo
     layers = [keras.layers.Dense(width, "tanh", kernel_initializer=first(2**0.5)) for width in widths]
     heads = [
         keras.layers.Dense(shape.actions, kernel_initializer=first(SMALL), name="logits"),
-        keras.layers.Dense(1, kernel_initializer=first(1.0), name="value"),
+        keras.layers.Dense(1, kernel_initializer=first(SMALL), name="value"),
     ]
     x = inputs
     for layer in layers:
@@ -154,7 +157,10 @@ class Updates:
             policy = -ops.sum(targets.advantages / (size + 1e-6) * log_taken * played)
             value = ops.sum(ops.square((targets.values - values[:-1]) / self._horizon) * played)
             entropy = -ops.sum(ops.sum(ops.exp(log_pi) * log_pi, axis=-1) * played)
-            loss = (policy + VALUE_WEIGHT * value - self._config.entropy * entropy) / count
+            centred = logits - ops.mean(logits, axis=-1, keepdims=True)
+            extreme = ops.sum(ops.mean(ops.square(centred), axis=-1) * played)
+            entropy_loss = EXTREME_WEIGHT * extreme - self._config.entropy * entropy
+            loss = (policy + VALUE_WEIGHT * value + entropy_loss) / count
         gradients = tape.gradient(loss, [variable.value for variable in self._variables])
         rho = ops.sum(ops.minimum(true_ratios, 1.0) * played) / ops.maximum(ops.sum(played), 1.0)
         flat = ops.concatenate([ops.reshape(gradient, (-1,)) for gradient in gradients])
