@@ -137,10 +137,10 @@ def _fit(model: Any, x: Any, y: Any, weights: Any, steps: int, batches: int = 1)
 @contextmanager
 def precision(floatx: str) -> Iterator[None]:
     """Keras' floatx, and the dtype of layers, for models that are made and trained meanwhile."""
-    import keras
+    from lockstep.training.rank.runtime import set_precision
 
-    keras.config.set_floatx(floatx)
+    set_precision(floatx)
     try:
         yield
     finally:
-        keras.config.set_floatx("float32")
+        set_precision("float32")

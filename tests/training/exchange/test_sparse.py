@@ -16,6 +16,7 @@ from lockstep.training.exchange.agreement import CONTROL_WORDS
 from lockstep.training.exchange.buckets import lay_out
 from lockstep.training.exchange.exchange import Exchange
 from lockstep.training.exchange.sparse import Table, added_up, goes_by_rows, sum_rows
+from tests.training._fit_ranks import precision
 from tests.training._own_steps import Learner, assert_as_one, on_ranks
 from tests.training._ring import run_ring
 
@@ -133,14 +134,11 @@ def test_by_rows_is_the_same_as_whole(name: str, options: dict[str, Any]) -> Non
     # Few ids, then so many that the whole tensor is fewer bytes, then few again.
     ids = [rng.integers(0, high, (12, width)) for high, width in ((5, 3), (40, 30), (5, 3), (9, 2))]
     data = [(one, one.sum(axis=1, keepdims=True) / 100) for one in ids]
-    keras.config.set_floatx("float64")
-    try:
+    with precision("float64"):
         whole, _ = on_ranks(make, data, [slice(0, 12)], learner=Embedding, rows_from_bytes=1 << 30)
         shares = [slice(0, 4), slice(4, 12)]
         ranks, seen = on_ranks(make, data, shares, learner=Embedding, rows_from_bytes=0)
         alone, _ = on_ranks(make, data, [slice(0, 12)], learner=Embedding, rows_from_bytes=0)
-    finally:
-        keras.config.set_floatx("float32")
     assert_as_one(whole[0], ranks)
     assert_as_one(whole[0], alone)
     assert seen[0] == seen[1]

@@ -11,6 +11,7 @@ import pytest
 from lockstep.storage.errors import ConfigError
 from lockstep.training.results.audit import check_run_audit
 from lockstep.training.results.export_run import export_run
+from tests.training._fit_ranks import precision
 from tests.training._threads import final_tensors, run_threads
 from tests.training._tiny import write_table
 from tests.training.rank.test_fit import assert_no_bit_differs, train
@@ -40,13 +41,13 @@ def exported(run: str | Path) -> Any:
     return keras.models.load_model(next(Path(run).rglob("model.keras")), custom_objects={"Noise": Noise})
 
 
+@precision("float64")
 def tuned_by_keras(run: str, dataset: str) -> list[Any]:
     """The merged weights after `fit` on all rows of each step, on one process."""
     import keras
 
     from lockstep.training.models.lora import adapter_seed
 
-    keras.config.set_floatx("float64")
     model = exported(run)
     dense = [layer for layer in model.layers if isinstance(layer, keras.layers.Dense)]
     for number, layer in enumerate(dense):
@@ -57,7 +58,6 @@ def tuned_by_keras(run: str, dataset: str) -> list[Any]:
     _, rows = rows_of(dataset, "train")
     model.fit(rows.x, rows.y, batch_size=ROWS, epochs=STEPS, shuffle=False, verbose=0)
     kept = [value for layer in dense for value in (keras.ops.convert_to_numpy(layer.kernel), layer.bias.numpy())]
-    keras.config.set_floatx("float32")
     return kept
 
 

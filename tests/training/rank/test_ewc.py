@@ -13,6 +13,7 @@ from lockstep.features.schema.signature import Signature, TensorSpec
 from lockstep.storage.errors import ConfigError
 from lockstep.training.results.audit import check_run_audit
 from lockstep.training.run.checkpoint import tensors_in
+from tests.training._fit_ranks import precision
 from tests.training._threads import final_tensors
 from tests.training._tiny import write_clicks, write_images, write_table
 from tests.training.rank.test_fit import assert_no_bit_differs, train
@@ -131,12 +132,12 @@ def test_labels_are_drawn_with_the_predicted_probabilities() -> None:
     np.testing.assert_array_equal(drawn[5:9], drawn_labels(np.tile([0.1, 0, 0.65, 0.25], (4, 1)), SEED, ids[5:9]))
 
 
+@precision("float64")
 def pulled_by_keras(run: str, dataset: str, strength: float) -> list[np.ndarray]:
     """The weights after SGD on all rows in each step, with the penalty written out."""
     import keras
     import tensorflow as tf
 
-    keras.config.set_floatx("float64")
     model, (_, rows) = exported(run), rows_of(dataset, "train")
     fisher, old = fisher_in(run), [one.numpy() for one in model.trainable_variables]
     optimizer = keras.optimizers.SGD(RATE, momentum=0.9)
@@ -149,7 +150,6 @@ def pulled_by_keras(run: str, dataset: str, strength: float) -> list[np.ndarray]
             loss += strength / 2 * sum(tf.reduce_sum(f * gap**2) for f, gap in zip(fisher, gaps, strict=True))
         variables = model.trainable_variables
         optimizer.apply(tape.gradient(loss, variables), variables)
-    keras.config.set_floatx("float32")
     return [one.numpy() for one in model.trainable_variables]
 
 

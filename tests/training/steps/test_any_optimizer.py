@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.training import _threads  # sets TensorFlow's threads before it makes them
+from tests.training._fit_ranks import precision
 from tests.training._own_steps import ROWS, Batch, Learner, assert_as_one, batches, on_ranks
 
 pytestmark = pytest.mark.slow
@@ -21,11 +22,8 @@ NOT_TRAINED_WITH = {"Optimizer", "OptimizerMap", "LossScaleOptimizer", "MultiOpt
 @pytest.fixture(autouse=True)
 def in_float64() -> Iterator[None]:
     """Keras' Muon takes the dtype of some constants from floatx."""
-    import keras
-
-    keras.config.set_floatx("float64")
-    yield
-    keras.config.set_floatx("float32")
+    with precision("float64"):
+        yield
 
 
 def optimizers() -> dict[str, Callable[[], Any]]:
@@ -173,7 +171,9 @@ def test_a_hundred_steps(name: str, options: dict[str, Any]) -> None:
 def test_losses_of_a_hundred_steps_in_float32(name: str, options: dict[str, Any]) -> None:
     import keras
 
-    keras.config.set_floatx("float32")
+    from lockstep.training.rank.runtime import set_precision
+
+    set_precision("float32")
 
     def make() -> Any:
         return getattr(keras.optimizers, name)(0.01, global_clipnorm=0.1, **options)

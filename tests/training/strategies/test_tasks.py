@@ -23,6 +23,7 @@ from lockstep.training.results.report import write_report
 from lockstep.training.strategies.tasks import TaskExchange
 from tests.builders.evaluations import evaluate, predict
 from tests.training import _threads  # sets TensorFlow's threads before it makes them
+from tests.training._fit_ranks import precision
 from tests.training._ring import run_ring, run_solo
 from tests.training._tasks import write_task
 from tests.training.rank.test_fit import assert_no_bit_differs, assert_same
@@ -141,16 +142,11 @@ def plain_copies(config: TrainConfig, every: int) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("every", [1, 3])
 def test_it_is_plain_keras_models_whose_trunks_are_averaged(pair: tuple[str, str], tmp_path: Path, every: int) -> None:
-    from lockstep.training.rank.runtime import set_precision
-
     more: dict[str, Any] = {"model": "tests.training._tasks:seeded", "learning_rate": 0.05, "epochs": 2}
     config = config_of(pair, tmp_path / "run", 2, strategy="tasks", sync_every=every, **more)
     _threads.run(config)
-    set_precision("float64")
-    try:
+    with precision("float64"):
         wanted = plain_copies(config, every)
-    finally:
-        set_precision("float32")
     trunk, heads = heads_apart(weights_of(tmp_path / "run"))
     for mine, other in zip([*trunk, *heads], [*wanted["trunk"], *wanted["heads"]], strict=True):
         np.testing.assert_allclose(mine, other, rtol=1e-9, atol=1e-12)
