@@ -1,9 +1,9 @@
 """An actor's process, `python -m lockstep.training.actors.actor`: it plays with the weights that its learner sends.
 
 Its order, one line of JSON, comes on standard input, which then stays open: its end means that the learner is gone. The
-actor answers by one line: the port at which it listens, or an error. Learner and actor then are a mesh of two
-(`lockstep.training.comm`), so they prove a key to each other, and every frame has a checksum and a deadline. The actor
-sends a trajectory, and receives a version and, if it is a new one, its weights.
+actor answers by one line: the port at which it listens, or an error; by another one if its environment fails later.
+Learner and actor then are a mesh of two (`lockstep.training.comm`), so they prove a key to each other, and every frame
+has a checksum and a deadline. The actor sends a trajectory, and receives a version and, if that is new, its weights.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lockstep.storage.errors import LockstepError
+from lockstep.storage.errors import DataError, LockstepError
 from lockstep.training.actors.player import Player
 from lockstep.training.comm.tcp.communicator import TcpCommunicator, connect_tcp
 from lockstep.training.control.protocol import Message, error_to_json
@@ -57,6 +57,8 @@ def main() -> int:
         _say({"error": error_to_json(error)})
         return error.exit_code
 
+    answers = os.dup(1)
+
     def exchange(host: str, port: int) -> list[tuple[str, int]]:
         _say({"port": port})
         return [(host, port), (LOOPBACK, order.port)]
@@ -64,6 +66,9 @@ def main() -> int:
     link = connect_tcp(ACTOR, 2, 1, exchange, bytes.fromhex(order.key), JOIN_S, LOOPBACK, LEARNER_LIMIT_S)
     try:
         play(player, link)
+    except DataError as error:  # of the environment
+        os.write(answers, json.dumps({"error": error_to_json(error)}).encode() + b"\n")
+        return error.exit_code
     except LockstepError as error:  # its learner has ended, which is reported there
         print(f"actor {order.seed[2]}: {error.what}", file=sys.stderr)
         return error.exit_code
@@ -86,7 +91,7 @@ def play(player: Player, link: TcpCommunicator) -> None:
 
 
 def _say(document: object) -> None:
-    """The only line on standard output; what a user's environment prints later goes to standard error."""
+    """The first line on standard output; what a user's environment prints later goes to standard error."""
     print(json.dumps(document), flush=True)
     os.dup2(2, 1)
 

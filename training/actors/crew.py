@@ -160,6 +160,9 @@ class Crew:
 
             link = connect_tcp(LEARNER, 2, 1, exchange, key, JOIN_S, LOOPBACK, ACTOR_LIMIT_S)
             yield from self._serve(link)
+        except CommunicationError:
+            _raise_said(process, END_S)
+            raise
         finally:
             if link is not None:
                 link.close()
@@ -211,6 +214,14 @@ def _start(process: subprocess.Popen[bytes], actor: int, order: ActorOrder) -> i
     if "error" in said:
         raise error_from_json(said["error"])
     return int(said["port"])
+
+
+def _raise_said(process: subprocess.Popen[bytes], limit_s: float) -> None:
+    """Raise the error that an actor has said at its end, if it has said one."""
+    assert process.stdout is not None
+    ready, _, _ = select.select([process.stdout], [], [], limit_s)
+    if ready and (line := process.stdout.readline()):
+        raise error_from_json(json.loads(line)["error"])
 
 
 def _end(process: subprocess.Popen[bytes], patience: int | None) -> None:

@@ -7,20 +7,27 @@ its next step, which ignores the action (`AutoresetMode.NEXT_STEP`): so the last
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Callable
+import sys
+import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.storage.errors import ConfigError, nearest
+from lockstep.storage.errors import ConfigError, DataError, nearest
 
 if TYPE_CHECKING:
     import gymnasium
 
 WIDE_INPUTS = 100_000
+SIGNATURES = {
+    "reset": "reset(*, seed=None, options=None) returns (observation, dict)",
+    "step": "step(action) returns (observation, reward, ended, cut, dict), each observation of its space's shape",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,32 +46,61 @@ class Environments:
     def __init__(self, name: str, count: int, seed: int) -> None:
         """Open and reset `count` environments. Raises ConfigError for a name that is unknown, a module that cannot be
         imported, and spaces other than those that a policy takes."""
+        self._name = name
         self._envs = _open(name, count)
         space = self._envs.single_observation_space
         self.shape = _shape_of(name, space, self._envs.single_action_space)
         self._one_hot = type(space).__name__ == "Discrete"
         self._first_state = int(getattr(space, "start", 0))
         self._first_action = int(self._envs.single_action_space.start)
-        found, _ = self._envs.reset(seed=seed % (1 << 31))
+        with self._named("reset"):
+            found, _ = self._envs.reset(seed=seed % (1 << 31))
         self.observations = self._flat(found)
         """What is seen now: (count, inputs) float32."""
 
     def step(self, actions: NDArray[np.int32]) -> tuple[NDArray[Any], NDArray[np.bool_], NDArray[np.bool_]]:
         """Take `actions` (count,); returns rewards, whether an episode ended by its own, and whether it was cut, all
-        (count,). `observations` are then the new ones."""
-        found, rewards, ended, cut, _ = self._envs.step(actions.astype(np.int64) + self._first_action)
+        (count,). `observations` are then the new ones. Raises DataError for what the environment raises, and for
+        rewards that are not finite."""
+        with self._named("step"):
+            found, rewards, ended, cut, _ = self._envs.step(actions.astype(np.int64) + self._first_action)
         self.observations = self._flat(found)
+        if not np.isfinite(rewards).all():
+            raise self._fault("a reward that is not finite", str(rewards[~np.isfinite(rewards)][0]), "a finite number")
         return rewards, ended, cut
 
     def close(self) -> None:
         """Close all of them."""
         self._envs.close()
 
+    @contextlib.contextmanager
+    def _named(self, method: str) -> Iterator[None]:
+        """What a method of the user's raises ends the run with this method's name."""
+        try:
+            yield
+        except Exception as error:  # a user's environment may raise anything
+            ours = (sys.prefix, sys.base_prefix, __file__)
+            frames = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith(ours)]
+            place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+            raise self._fault(
+                f"an error in {method}", f"{type(error).__name__}: {error}"[:500] + place,
+                f"{method} as gymnasium.Env has it: {SIGNATURES[method]}",
+            ) from error  # fmt: skip
+
+    def _fault(self, what: str, got: str, allowed: str) -> DataError:
+        return DataError(
+            f"the environment {self._name} gave {what}", got=got, allowed=allowed,
+            next_step="Correct the environment; gymnasium.utils.env_checker.check_env looks for such faults.",
+        )  # fmt: skip
+
     def _flat(self, found: Any) -> NDArray[np.float32]:
         if self._one_hot:
             rows: NDArray[np.float32] = np.eye(self.shape.inputs, dtype=np.float32)[found - self._first_state]
             return rows
-        return np.asarray(found, np.float32).reshape(len(found), -1)
+        flat = np.asarray(found, np.float32).reshape(len(found), -1)
+        if not np.isfinite(flat).all():
+            raise self._fault("an observation that is not finite", str(flat[~np.isfinite(flat)][0]), "finite numbers")
+        return flat
 
 
 def shape_of(name: str) -> Shape:
@@ -126,7 +162,15 @@ def _function(name: str, module: str, function: str) -> Callable[[], gymnasium.E
 def _env_of(name: str, make: Callable[[], gymnasium.Env[Any, Any]]) -> gymnasium.Env[Any, Any]:
     import gymnasium
 
-    env = make()
+    try:
+        env = make()
+    except Exception as error:  # a user's function may raise anything
+        raise ConfigError(
+            f"the environment {name} cannot be made",
+            got=f"{type(error).__name__}: {error}",
+            allowed="a function without arguments that returns a gymnasium.Env",
+            next_step="Call it by itself in Python, and correct it.",
+        ) from error
     if not isinstance(env, gymnasium.Env):
         raise ConfigError(
             f"{name} returned no environment",

@@ -77,7 +77,7 @@ class Progress(Message):
 
     def words(self) -> str:
         """A line for people."""
-        mean = "no episode has ended" if self.mean_return is None else f"mean return {self.mean_return:.1f}"
+        mean = "no episode has ended" if self.mean_return is None else f"mean return {self.mean_return:.4g}"
         return (
             f"{self.steps} steps, {self.episodes} episodes, {mean}; {self.updates} updates, "
             f"lag {self.lag_sum / max(1, self.trajectories):.1f} (at most {self.lag_max}), "

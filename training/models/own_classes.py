@@ -6,11 +6,12 @@ or if the class cannot be made from its configuration: by then the training is o
 
 from __future__ import annotations
 
+import inspect
 import json
 import random
 import traceback
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +26,7 @@ from lockstep.training import models
 LOADED_BY_NAME = ("keras", "keras_hub", "keras_cv", "keras_nlp", "lockstep", "builtins")
 """Packages whose classes need no registration: Keras', those that it imports itself, and ours."""
 ENTRY = {"module", "class_name", "config", "registered_name"}
-NOT_REGISTERED, LATE = "not registered", "registered only while the model's function runs"
+UNKNOWN = NOT_REGISTERED, LATE = "not registered", "registered only while the model's function runs"
 _REGISTER = "above it, at the top level of its module, write `@keras.saving.register_keras_serializable()`"
 _CONFIG = (
     'in it, write `def get_config(self): return {**super().get_config(), "NAME": self.NAME}` with each argument NAME '
@@ -68,7 +69,8 @@ def check_loads(model: keras.Model, name: str, registered: frozenset[str]) -> No
     sent = name.startswith(f"{models.SENT}:")
     raise ConfigError(
         f"the model {name} could be trained, but not loaded: {fault.what}",
-        got=fault.why,
+        got="it is of this script or notebook, which no other process imports" if sent and fault.why in UNKNOWN
+        else fault.why,
         allowed="classes and functions of Keras, and those that a module registers when it is imported; code in a "
         "lambda only after keras.config.enable_unsafe_deserialization()",
         next_step=f"Move the function into a file, and pass `mymodel:build`; {fault.mend}." if sent
@@ -142,11 +144,22 @@ class _Search:
             inner = inner[:1]  # Keras does not call it when it loads the model
         if isinstance(stored["config"].get("layers"), list):
             return self._first(inner)  # inputs, layers and outputs, as `keras.Model` has them
+        if lacking := _lacking(own, stored["config"]):
+            return _Fault(what, f"its configuration lacks {', '.join(lacking)}, of its __init__", _CONFIG)
         try:
             keras.saving.deserialize_keras_object({name: stored[name] for name in ENTRY}, safe_mode=False)
         except Exception as error:
             return self.fault_in(stored["config"]) or _Fault(what, _words(error), _CONFIG)
         return self._first(inner[1:])
+
+
+def _lacking(own: Any, config: Mapping[str, Any]) -> list[str]:
+    """The arguments of a class' __init__ that its configuration lacks: a loaded one would have their defaults."""
+    if not isinstance(own, type) or any("from_config" in vars(one) for one in own.__mro__ if _is_own(one.__module__)):
+        return []  # what makes it of its configuration is the user's
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    arguments = list(inspect.signature(own.__init__).parameters.values())[1:]  # type: ignore[misc] # of a class
+    return [one.name for one in arguments if one.kind in named and one.name not in config]
 
 
 def _is_own(module: str) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 from lockstep.features.encode.bake import raw_schema
 from lockstep.features.schema.schema import Schema
 from lockstep.process.signals import ended_in_order
-from lockstep.storage.documents import seal, unseal
+from lockstep.storage.documents import seal
 from lockstep.storage.errors import ConfigError, require
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
@@ -31,6 +31,7 @@ from lockstep.training.results.predictor import refuse_tasks
 from lockstep.training.results.stored_model import StoredModel, Which, choose_checkpoint, task_of
 from lockstep.training.run.lineage import CheckpointRef, checkpoints, read_checkpoint
 from lockstep.training.run.paths import RunPaths
+from lockstep.training.run.run_json import read_run
 from lockstep.training.run.weights_source import PICTURES_FILE
 
 ENTRY = "lockstep.training.results.export_run:main"
@@ -136,7 +137,7 @@ class _Member:
     @classmethod
     def of(cls, run: str, which: Which | None) -> Self:
         fs, paths = filesystem(run), RunPaths(run)
-        config = TrainConfig.from_json(unseal(fs.read_bytes(paths.run_json), paths.run_json)["config"])
+        config = TrainConfig.from_json(read_run(fs, paths)["config"])
         urls = checkpoints(fs, paths)
         ref = choose_checkpoint(fs, paths, config, urls, which)
         stored = StoredModel(run=run, config=config, checkpoint=urls[ref])

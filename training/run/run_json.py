@@ -27,6 +27,7 @@ from lockstep.training.run.lineage import chain_of, checkpoints, epochs_asked, r
 from lockstep.training.run.moved import data_now, manifest_digest, where_now
 from lockstep.training.run.paths import RunPaths
 from lockstep.training.run.result import find_result
+from lockstep.training.run.status import no_run
 
 FORMAT_VERSION = 2
 RECORDED_PACKAGES = ("lockstep", "pyspark", "numpy", "pyarrow", "keras", "tensorflow", "hdfs-native")
@@ -126,7 +127,13 @@ def read_run(fs: FileSystem, paths: RunPaths) -> dict[str, Any]:
     it. The configuration's `run` is the directory that was asked; its `datasets` and `first_weights` are those that
     were moved with it.
     """
-    found = unseal_as("run", fs.read_bytes(paths.run_json), paths.run_json, version=FORMAT_VERSION)
+    try:
+        data = fs.read_bytes(paths.run_json)
+    except NotFoundError:
+        if fs.exists(paths.agent_json):
+            raise no_run(fs, paths) from None
+        raise
+    found = unseal_as("run", data, paths.run_json, version=FORMAT_VERSION)
     for name in ("plan", "config"):
         documents.mapping(found.get(name), where=f"{paths.run_json}: {name}")
     was, source = found["config"].get("run"), found.get("first_weights")

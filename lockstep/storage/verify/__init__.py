@@ -11,7 +11,7 @@ from lockstep.storage.errors import ConfigError, DataError, NotFoundError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import MANIFEST_NAME
-from lockstep.storage.run_layout import CHECKPOINTS, CLAIMS, RUN_JSON
+from lockstep.storage.run_layout import AGENT_JSON, CHECKPOINTS, CLAIMS, RUN_JSON
 from lockstep.storage.urls import basename, join
 from lockstep.storage.verify.check import Check, Finding
 from lockstep.storage.verify.dataset import check_dataset, check_indexed
@@ -63,6 +63,13 @@ def kind_of(fs: FileSystem, url: str) -> str:
     if not status.is_dir:
         raise ConfigError(f"{url} is a file", got="a file", allowed=_ALLOWED, next_step="Give the directory.")
     names = {entry.name for entry in fs.list(url)}
+    if AGENT_JSON in names:
+        raise ConfigError(
+            f"{url} is a run of lockstep agent",
+            got=AGENT_JSON,
+            allowed=_ALLOWED,
+            next_step="Verify one of its checkpoints/ or models/; `lockstep status` shows the run.",
+        )
     if RUN_JSON in names or {CLAIMS, CHECKPOINTS} <= names:
         return "run"
     if MANIFEST_NAME in names:

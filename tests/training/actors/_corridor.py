@@ -53,3 +53,49 @@ def crashing() -> gymnasium.Env[Seen, np.int64]:
 def not_an_env() -> object:
     """No environment."""
     return object()
+
+
+class Faulty(Corridor):
+    """A corridor that fails in its third step, by `fault`."""
+
+    def __init__(self, fault: str) -> None:
+        self._fault, self._steps = fault, 0
+
+    def step(self, action: np.int64) -> tuple[Seen, float, bool, bool, dict[str, Any]]:
+        self._steps += 1
+        seen, reward, ended, cut, more = super().step(action)
+        if self._steps == 3:
+            if self._fault == "raises":
+                raise ValueError("the corridor is closed")
+            if self._fault == "shape":
+                seen = seen[1:]
+            if self._fault == "observation":
+                seen = seen * np.float32("nan")
+            if self._fault == "reward":
+                reward = float("inf")
+        return seen, reward, ended, cut, more
+
+
+def raises() -> gymnasium.Env[Seen, np.int64]:
+    """Raises an error in a step."""
+    return Faulty("raises")
+
+
+def wrong_shape() -> gymnasium.Env[Seen, np.int64]:
+    """Returns an observation of another shape."""
+    return Faulty("shape")
+
+
+def no_observation() -> gymnasium.Env[Seen, np.int64]:
+    """Returns an observation of NaN."""
+    return Faulty("observation")
+
+
+def no_reward() -> gymnasium.Env[Seen, np.int64]:
+    """Returns an infinite reward."""
+    return Faulty("reward")
+
+
+def with_argument(length: int) -> gymnasium.Env[Seen, np.int64]:
+    """Cannot be called without an argument."""
+    return Faulty(f"{length}")

@@ -113,6 +113,37 @@ def test_a_class_that_holds_what_its_configuration_lacks_is_named() -> None:
     assert error is not None and error.what.endswith("Wraps") and "get_config" in error.got
 
 
+@pytest.mark.parametrize("kind", MAKES)
+def test_an_argument_with_a_default_is_kept_or_refused(tmp_path: Path, kind: str) -> None:
+    """Keras loads such a class without it, with another value."""
+    base, methods, place = MAKES[kind]
+    error = refused(model := compiled(**place(keras.saving.register_keras_serializable(f"default {kind}")(
+        type("Default", (base,), {"__module__": __name__, "__init__": with_default(base), **methods})
+    )(given=0.5))))  # fmt: skip
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    given = [one.given for one in parts_of(loaded) if type(one).__name__ == "Default"]
+    assert len(given) == 1
+    assert (error is None) == (given == [0.5])
+    assert error is None or "lacks given" in error.got
+
+
+def with_default(base: type) -> Any:
+    def made(self: Any, given: float = 1.0, **others: Any) -> None:
+        base.__init__(self, **({"units": 2} if base is layers.Dense else {}) | others)  # type: ignore[misc]
+        self.given = given
+
+    return made
+
+
+def parts_of(model: keras.Model) -> list[Any]:
+    """Layers and what they hold, the loss, the metrics and the optimizer."""
+    inside = [one for one in model._flatten_layers() if one is not model]
+    held = [getattr(one, name, None) for one in inside for name in ("kernel_initializer", "kernel_constraint")]
+    metrics = getattr(model._compile_metrics, "_user_metrics", None) or []
+    return [*inside, *held, model.loss, *metrics, model.optimizer]
+
+
 @keras.saving.register_keras_serializable("named")
 def shifted(y_true: Any, y_pred: Any) -> Any:
     """A loss of a user's own."""
