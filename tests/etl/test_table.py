@@ -375,7 +375,7 @@ def test_appends(spark: SparkSession, frame: DataFrame, tmp_path: Path) -> None:
 
     first = run("a", "id < 300")
     second = run("b", "id BETWEEN 300 AND 599 AND (id > 400 OR NOT click)", "a")  # clicks are rarer there
-    assert second.parent == {"url": str(tmp_path / "a"), "digest": first.digest}
+    assert second.parent == {"url": str(tmp_path / "a"), "digest": first.digest, "path": "../a"}
     assert {name: split.block_records for name, split in second.splits.items()} == {
         name: split.block_records for name, split in first.splits.items()
     }

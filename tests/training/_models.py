@@ -296,8 +296,8 @@ def with_dropout(signature: Signature, options: ModelOptions) -> keras.Model:
 class Restless(keras.layers.Layer):
     """Adds a draw from its own seeds, times the calls so far, to its input."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
         self.seeds = keras.random.SeedGenerator(3)
         self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False, name="calls")
 
