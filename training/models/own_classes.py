@@ -155,10 +155,12 @@ class _Search:
 
 def _lacking(own: Any, config: Mapping[str, Any]) -> list[str]:
     """The arguments of a class' __init__ that its configuration lacks: a loaded one would have their defaults."""
-    if not isinstance(own, type) or any("from_config" in vars(one) for one in own.__mro__ if _is_own(one.__module__)):
-        return []  # what makes it of its configuration is the user's
+    mine = [vars(one) for one in getattr(own, "__mro__", ()) if _is_own(one.__module__)]
+    made = next((one["__init__"] for one in mine if "__init__" in one), None)
+    if made is None or any("from_config" in one for one in mine):
+        return []  # Keras knows its own arguments; and what makes it of its configuration is the user's
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    arguments = list(inspect.signature(own.__init__).parameters.values())[1:]  # type: ignore[misc] # of a class
+    arguments = list(inspect.signature(made).parameters.values())[1:]
     return [one.name for one in arguments if one.kind in named and one.name not in config]
 
 

@@ -128,6 +128,17 @@ def test_an_argument_with_a_default_is_kept_or_refused(tmp_path: Path, kind: str
     assert error is None or "lacks given" in error.got
 
 
+@pytest.mark.parametrize("kind", MAKES)
+def test_a_class_with_the_arguments_of_keras_is_not_refused(tmp_path: Path, kind: str) -> None:
+    """Keras leaves some of them out of configurations, such as lora_rank of Dense."""
+    base, methods, place = MAKES[kind]
+    own = keras.saving.register_keras_serializable(f"plain {kind}")(
+        type("Plain", (base,), {"__module__": __name__, **methods})
+    )
+    model = compiled(**place(own(2) if base is layers.Dense else own()))
+    assert refused(model) is None and loads(model, tmp_path / "model.keras")
+
+
 def with_default(base: type) -> Any:
     def made(self: Any, given: float = 1.0, **others: Any) -> None:
         base.__init__(self, **({"units": 2} if base is layers.Dense else {}) | others)  # type: ignore[misc]
