@@ -129,7 +129,7 @@ class _Search:
         if name not in self.registered and keras.saving.get_registered_object(name) is None:
             try:
                 keras.saving.deserialize_keras_object(stored)  # by its name, one of Keras'
-            except Exception:
+            except Exception:  # Keras raises many kinds
                 return _Fault(f"the function {name}", NOT_REGISTERED, _REGISTER)
         elif name not in self.registered:
             return _Fault(f"the function {name.rpartition('>')[2]}", LATE, _REGISTER)
@@ -148,7 +148,7 @@ class _Search:
             return _Fault(what, f"its configuration lacks {', '.join(lacking)}, of its __init__", _CONFIG)
         try:
             keras.saving.deserialize_keras_object({name: stored[name] for name in ENTRY}, safe_mode=False)
-        except Exception as error:
+        except Exception as error:  # a user's class may raise anything
             return self.fault_in(stored["config"]) or _Fault(what, _words(error), _CONFIG)
         return self._first(inner[1:])
 

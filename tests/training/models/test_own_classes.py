@@ -42,11 +42,11 @@ def own_class(base: type, methods: Mapping[str, Any], *, keeps: bool) -> type:
     """A class of `base` with an argument `given`, which its get_config keeps or not."""
 
     def made(self: Any, given: Any, **others: Any) -> None:
-        base.__init__(self, **({"units": 2} if base is layers.Dense else {}) | others)  # type: ignore[misc]
+        base.__init__(self, **({"units": 2} if base is layers.Dense else {}) | others)  # type: ignore[misc] # a base
         self.given = given
 
     def get_config(self: Any) -> dict[str, Any]:
-        return {**base.get_config(self), "given": self.given}  # type: ignore[attr-defined]
+        return {**base.get_config(self), "given": self.given}  # type: ignore[attr-defined] # all have it
 
     more = {"get_config": get_config} if keeps else {}
     return type("Own", (base,), {"__module__": __name__, "__init__": made, **methods, **more})
@@ -66,7 +66,7 @@ def loads(model: keras.Model, path: Path) -> bool:
     try:
         model.save(path)
         keras.models.load_model(path)
-    except Exception:
+    except Exception:  # whatever Keras raises
         return False
     return True
 
@@ -141,7 +141,7 @@ def test_a_class_with_the_arguments_of_keras_is_not_refused(tmp_path: Path, kind
 
 def with_default(base: type) -> Any:
     def made(self: Any, given: float = 1.0, **others: Any) -> None:
-        base.__init__(self, **({"units": 2} if base is layers.Dense else {}) | others)  # type: ignore[misc]
+        base.__init__(self, **({"units": 2} if base is layers.Dense else {}) | others)  # type: ignore[misc] # a base
         self.given = given
 
     return made
