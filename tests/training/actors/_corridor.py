@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from typing import Any
 
 import gymnasium
@@ -48,6 +49,17 @@ def crashing() -> gymnasium.Env[Seen, np.int64]:
             os._exit(3)
 
     return Crashing()
+
+
+def waiting() -> gymnasium.Env[Seen, np.int64]:
+    """An environment whose first step never ends."""
+
+    class Waiting(Corridor):
+        def step(self, action: np.int64) -> tuple[Seen, float, bool, bool, dict[str, Any]]:
+            while True:
+                signal.pause()
+
+    return Waiting()
 
 
 def not_an_env() -> object:

@@ -88,6 +88,7 @@ def test_an_actors_own_refusal_ends_the_learner() -> None:
 
 
 def test_a_wait_has_an_end_that_names_the_actors() -> None:
+    config = small("/nowhere", actors=2, env="tests.training.actors._corridor:waiting")
     named = pytest.raises(CommunicationError, match="waits for a trajectory of its actors 0 to 1")
-    with crew_of(small("/nowhere", actors=2)) as crew, named:
-        crew.take(0, 0.0)
+    with crew_of(config) as crew, named:
+        crew.take(0, 0.5)
