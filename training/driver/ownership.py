@@ -42,6 +42,7 @@ log = logging.getLogger(__name__)
 REWRITE_EVERY_S = 5.0
 WATCH_S = 15.0
 LEASE_LOOK_S = 0.5
+_ended_here: set[str] = set()  # nonces of leases of this process that nobody holds, even if the storage shows them open
 
 
 def _nothing() -> None:
@@ -51,7 +52,7 @@ def _nothing() -> None:
 class Lease:
     """The file lease.json, held within `with`; entering raises ConfigError when another driver's counter moves.
 
-    A closed lease, and one whose driver ran on this host and is dead, is taken at once. Any other is watched for
+    A closed lease, and one whose driver ran on this host and has ended, is taken at once. Any other is watched for
     `watch_s` seconds, or with `take_over` not at all. Each taker increments `turn`, so that two drivers that see each
     other's lease agree on which came later: that one rewrites it, and the other one ends.
 
@@ -91,6 +92,7 @@ class Lease:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._ended.set()
+        _ended_here.add(self._nonce)
         self._thread.join(0.0 if self._fs.away else None)
         if self._fs.away:
             return  # it is left open, as by a driver that was killed
@@ -146,7 +148,7 @@ class Lease:
         while time.monotonic() < end:
             time.sleep(LEASE_LOOK_S)
             now = self._read()
-            if now is None or now.get("closed"):
+            if now is None or now.get("closed") or _surely_dead(now):
                 break
             if (now.get("nonce"), now.get("counter")) != (first.get("nonce"), first.get("counter")):
                 raise self._at_work(now)
@@ -171,7 +173,7 @@ class Lease:
         while not self._ended.wait(self._every_s):
             try:
                 self._look()
-                self._write(closed=False, confirm=self.check_not_lost)  # heals a lease whose blocks are lost
+                self._write(closed=False, confirm=self._check_kept)  # heals a lease whose blocks are lost
             except SupersededError as error:
                 self._lost = error  # write no more: two drivers must not overwrite each other's lease
                 return
@@ -179,6 +181,16 @@ class Lease:
                 continue  # a later taker swept it away while this process was paused: checked next time
             except LockstepError as error:
                 log.warning("the lease was not rewritten: %s", error.what)
+
+    def _check_kept(self) -> None:
+        if self._ended.is_set():
+            raise StorageError(
+                "the lease is not rewritten: its driver ended while the storage was away",
+                got=self._url,
+                allowed="a driver at work",
+                next_step="Nothing: the next driver of this run takes the lease.",
+            )
+        self.check_not_lost()
 
     def _read(self) -> dict[str, Any] | None:
         return read_lease(self._fs, self._url)
@@ -226,6 +238,8 @@ def _turn_of(lease: dict[str, Any] | None) -> int:
 
 
 def _surely_dead(lease: dict[str, Any]) -> bool:
+    if str(lease.get("nonce")) in _ended_here:
+        return True
     boot = _boot_id()
     if boot is None or lease.get("host") != socket.gethostname() or lease.get("boot") != boot:
         return False

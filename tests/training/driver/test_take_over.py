@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 from lockstep.storage.errors import ConfigError, StorageError
+from lockstep.storage.files.interface import Writer
 from lockstep.storage.files.local import LocalFileSystem
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import is_temporary
@@ -254,3 +256,58 @@ def test_driver_notices_a_claim_where_the_lease_is_lost(paths: RunPaths) -> None
         claim_next(fs, paths, None, epochs=1, num_ranks=1)
         until(lambda: old.overtaken() is not None)
         assert "a claim of generation 1, where this driver has 0" in str(old.overtaken())
+
+
+class AwayStorage(LocalFileSystem):
+    """A file system that goes away in a `call` of a lease's thread, which ends when it is back."""
+
+    def __init__(self, call: str) -> None:
+        super().__init__()
+        self._call, self.gone, self.back = call, threading.Event(), threading.Event()
+
+    @property
+    def away(self) -> bool:
+        return self.gone.is_set() and not self.back.is_set()
+
+    def _wait(self, call: str) -> None:
+        if call == self._call and threading.current_thread().name == "lease":
+            self.gone.set()
+            assert self.back.wait(WAIT_S)
+
+    def create(self, url: str, *, exclusive: bool = True) -> Writer:
+        self._wait("create")
+        return super().create(url, exclusive=exclusive)
+
+    def replace(self, src: str, dst: str) -> None:
+        self._wait("replace")
+        super().replace(src, dst)
+
+
+@pytest.mark.parametrize(("call", "rewritten"), [("create", False), ("replace", True)])
+def test_a_last_rewrite_of_an_ended_driver_stops_no_other(
+    paths: RunPaths, call: str, rewritten: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    fs = AwayStorage(call)
+    with Lease(fs, paths.lease, every_s=0.05):
+        until(fs.gone.is_set)
+    (thread,) = (one for one in threading.enumerate() if one.name == "lease")
+    left = Path(paths.lease).read_bytes()
+    assert json.loads(left)["closed"] is False
+    fs.back.set()
+    thread.join(WAIT_S)
+    assert (Path(paths.lease).read_bytes() != left) is rewritten  # a rename that is under way cannot be called back
+    with Lease(filesystem(paths.root), paths.lease, watch_s=1.0):
+        assert "watching" not in caplog.text  # in this process the next driver knows who has ended
+
+
+def test_a_next_driver_keeps_the_lease_that_an_ended_one_rewrites(paths: RunPaths) -> None:
+    fs = AwayStorage("replace")
+    with Lease(fs, paths.lease, every_s=0.05):
+        until(fs.gone.is_set)
+    (thread,) = (one for one in threading.enumerate() if one.name == "lease")
+    with Lease(filesystem(paths.root), paths.lease, every_s=0.1) as new:
+        mine = json.loads(Path(paths.lease).read_bytes())["nonce"]
+        fs.back.set()
+        thread.join(WAIT_S)
+        until(lambda: json.loads(Path(paths.lease).read_bytes())["nonce"] == mine)
+        assert new.lost is None
