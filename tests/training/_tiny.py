@@ -99,8 +99,10 @@ def write_images(
     shards: int = 2,
     block_records: int = 8,
     seed: int = 0,
+    class_names: Sequence[str] = (),
 ) -> DatasetManifest:
     """Write the image dataset at `root` (a path or URL), by default 100 train and 30 test records."""
+    config = {"class_names": list(class_names) or None}
     records = records or {"train": 100, "test": 30}
     rng = np.random.default_rng(seed)
     total = sum(records.values())
@@ -111,7 +113,7 @@ def write_images(
     pixels = pa.array([image.tobytes() for image in images], type=pa.binary())
     columns = [_ids(total), pixels, pa.array(labels, type=pa.int64())]
     rows = pa.RecordBatch.from_arrays(columns, schema=IMAGE_SCHEMA.arrow_schema())
-    return write_rows(str(root), IMAGE_SCHEMA, rows, records, fmt, shards, block_records, seed)
+    return write_rows(str(root), IMAGE_SCHEMA, rows, records, fmt, shards, block_records, seed, config=config)
 
 
 def write_files(

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from lockstep.features.encode.bake import raw_schema
 from lockstep.features.images.intake import Pixels
 from lockstep.features.schema.sampled import sampled_of
-from lockstep.features.schema.schema import Schema, class_names_of
+from lockstep.features.schema.schema import Schema, class_names_of, other_classes
 from lockstep.features.schema.signature import Signature
 from lockstep.storage.dataset.layout import fitted_path
 from lockstep.storage.dataset.manifest import DatasetManifest, read_checked
@@ -38,7 +38,7 @@ from lockstep.training.models import ModelOptions
 from lockstep.training.models.lora import adapters_of, enable_lora, merged_model, plain_variables
 from lockstep.training.models.tasks import TaskModel
 from lockstep.training.models.two_tower import InBatch
-from lockstep.training.plan.datasets import what_differs, without_label
+from lockstep.training.plan.datasets import fitted_differences, open_data, what_differs, without_label
 from lockstep.training.run.checkpoint import Tensors, TensorSpec, base_url, read_manifest, write_bytes
 from lockstep.training.run.checkpoint_division import read_whole
 from lockstep.training.run.weights_source import (
@@ -158,8 +158,8 @@ def load_export(
 ) -> keras.Model:
     """The model of an export; with `may_lack_label`, for a dataset without label and weights too.
 
-    Raises ConfigError for a dataset with another schema or other fitted files, CorruptionError for a file that does not
-    match its digest, LockstepError for a model that Keras cannot make.
+    Raises ConfigError for a dataset with another schema, other classes or other fitted files, CorruptionError for a
+    file that does not match its digest, LockstepError for a model that Keras cannot make.
     """
     where = join(url, MANIFEST_NAME)
     files = unseal(filesystem(url).read_bytes(where), where)["files"]
@@ -173,6 +173,9 @@ def load_export(
         wanted = Schema(fields, wanted.record)
     if differences := mine.differences(wanted):
         raise _other_data("schema", differences)
+    signature = Signature.from_json(parse_canonical(checked_file(url, SIGNATURE_FILE), file=join(url, SIGNATURE_FILE)))
+    if config.data.tasks is None and (classes := other_classes(class_names_of(dataset), signature.class_names)):
+        raise _other_data("list of classes", classes)
     for name in sorted(files):
         if name.startswith(FITTED_PREFIX):
             path = fitted_path(name.removeprefix(FITTED_PREFIX))
@@ -208,12 +211,13 @@ def load_model(url: str, name: str) -> keras.Model:
 
 
 def load_checkpoint(url: str, config: TrainConfig, dataset: DatasetManifest, signature: Signature) -> keras.Model:
-    """The model of `config` with a checkpoint's weights. Raises ConfigError if the run has not trained on `dataset`."""
+    """The model of `config` with a checkpoint's weights. Raises ConfigError for a dataset with another schema, other
+    classes or other fitted files than those that the run has trained on.
+    """
     manifest = read_manifest(url)
     plan = manifest["plan"]
-    # Any dataset of a mixture has the schema and fitted files of all.
     if dataset.digest not in (plan["dataset_digest"], *(part["dataset_digest"] for part in plan.get("parts", ()))):
-        raise _other_data("digest", what_differs([dataset], config.data.datasets, plan["dataset_digest"]))
+        _check_like(dataset, config, plan["dataset_digest"])
     base = base_url(url, manifest)
     whole = manifest if base is None else read_manifest(base)
     specs = {
@@ -226,6 +230,28 @@ def load_checkpoint(url: str, config: TrainConfig, dataset: DatasetManifest, sig
     if base is not None:
         tensors = with_base(tensors, read_whole(base, whole, (TABLES,)))
     return plain_model(config, signature, tensors, url)
+
+
+def _check_like(dataset: DatasetManifest, config: TrainConfig, digest: str) -> None:
+    """Raise ConfigError unless a dataset has the schema, classes and fitted files of those that a run has trained on,
+    which had this digest.
+    """
+    tasks = config.data.tasks is not None
+    try:
+        was = open_data(config.data.datasets, config.data.split, config.data.mix, tasks=tasks)[1]
+    except LockstepError as error:
+        raise _other_data("digest", f"another digest; the difference is unknown: {error.what}") from error
+    if was.digest != digest:
+        raise _other_data("digest", what_differs([dataset], config.data.datasets, digest))
+    mine, wanted = (raw_schema(Schema.from_json(one.schema)) for one in (dataset, was))
+    if tasks:
+        mine, wanted = without_label(mine), without_label(wanted)
+    if found := mine.differences(wanted):
+        raise _other_data("schema", found)
+    if not tasks and (found := other_classes(class_names_of(dataset), class_names_of(was))):
+        raise _other_data("list of classes", found)
+    if found := fitted_differences(dataset, was):
+        raise _other_data("set of fitted files", found)
 
 
 def plain_model(config: TrainConfig, signature: Signature, tensors: Tensors, where: str) -> keras.Model:
@@ -251,7 +277,7 @@ def _other_data(what: str, got: str) -> ConfigError:
     return ConfigError(
         f"the model was trained on data with another {what}",
         got=got,
-        allowed="the dataset of the run, or one with the same schema and fitted files",
+        allowed="a dataset of the run, or one with the same schema, classes and fitted files",
         next_step="Correct --dataset.",
     )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from lockstep.features.schema.sampled import sampled_of
-from lockstep.features.schema.schema import Schema
+from lockstep.features.schema.schema import Schema, class_names_of, other_classes
 from lockstep.features.schema.signature import Task
 from lockstep.storage.dataset.manifest import DatasetManifest, load_chain, load_dataset
 from lockstep.storage.dataset.manifest_entries import SplitInfo
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from lockstep.training.config import TrainConfig
 
 SAME_INPUTS = "Build the datasets of tasks from the same columns, with the same encodings and fitted statistics."
+SAME_CLASSES = (
+    "Build the later ones with --append-to the first, or give lockstep etl_images all classes of each: --classes."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +203,7 @@ def manifest_differences(found: DatasetManifest, wanted: DatasetManifest) -> str
     """How a dataset differs from `wanted` in what its digest covers: schema, fitted files, splits and their shards."""
     found_differences = [
         Schema.from_json(found.schema).differences(Schema.from_json(wanted.schema)),
-        _fitted_differences(found, wanted),
+        fitted_differences(found, wanted),
     ]
     for name in [*wanted.splits, *(name for name in found.splits if name not in wanted.splits)]:
         if name not in found.splits or name not in wanted.splits:
@@ -233,8 +236,10 @@ def _one_schema(urls: Sequence[str], manifests: Sequence[DatasetManifest]) -> Ma
             schema = Schema.from_json(manifest.schema)
             if wide.added_to(schema) is None:
                 raise _unfit(url, f"another schema: {schema.differences(wide)}", f"that of {first_url}")
-        if fitted := _fitted_differences(manifest, first):
+        if fitted := fitted_differences(manifest, first):
             raise _unfit(url, f"another set of fitted files: {fitted}", f"that of {first_url}")
+        if classes := other_classes(class_names_of(manifest), class_names_of(first)):
+            raise _unfit(url, classes, f"those of {first_url}, in that order: a label is a number", SAME_CLASSES)
     return first.schema
 
 
@@ -248,7 +253,7 @@ def _schema_of_tasks(urls: Sequence[str], manifests: Sequence[DatasetManifest]) 
         mine, other = _kind_of_label(schema), _kind_of_label(wanted)
         if mine != other or schema.label is None:
             raise _unfit(url, f"a label that is {mine}", f"{other}, as of {urls[0]}: one loss for all", SAME_INPUTS)
-        if fitted := _fitted_differences(manifest, manifests[0]):
+        if fitted := fitted_differences(manifest, manifests[0]):
             raise _unfit(url, f"another set of fitted files: {fitted}", f"that of {urls[0]}", SAME_INPUTS)
         if sampled_of(manifest) is not None:
             raise _unfit(url, "a dataset of --sample or --weights", "tasks of all their rows", "Build it without.")
@@ -295,7 +300,8 @@ def task_of(config: TrainConfig, dataset: str) -> Task | None:
     return tasks_of([load_dataset(url) for url in ours])[ours.index(found[0])]
 
 
-def _fitted_differences(found: DatasetManifest, wanted: DatasetManifest) -> str:
+def fitted_differences(found: DatasetManifest, wanted: DatasetManifest) -> str:
+    """How the fitted files of a dataset differ from those of `wanted`; "" if they are equal."""
     mine, other = (
         {path: info for path, info in manifest.files.items() if path.startswith("_fitted/")}
         for manifest in (found, wanted)

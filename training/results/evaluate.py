@@ -24,6 +24,7 @@ from lockstep.training.rank import runtime
 from lockstep.training.reading.selecting import select
 from lockstep.training.results.chosen_on import chosen_on, chosen_words, has_rows_of
 from lockstep.training.results.forgetting import Forgetting, forgetting_of, keep_days
+from lockstep.training.results.model_inputs import other_pixels
 from lockstep.training.results.stored_model import StoredModel, Which, task_of
 from lockstep.training.run import notes
 from lockstep.training.run.paths import RunPaths
@@ -195,7 +196,8 @@ def evaluate(request: EvaluateRequest, launch: Launch) -> dict[str, Any]:
     trained = find_result(filesystem(first.stored.run), RunPaths(first.stored.run))
     web = "role_columns" in manifest.created_by["config"]
     lost = notes.of_groups(grouped if clusters is None else None, is_web_log=web)
-    notes.show([*_doubts(result, trained, first.rows, thinned_of(manifest, split)), *lost])
+    made = notes.of_pixels(other_pixels(stored[0], manifest))
+    notes.show([*made, *_doubts(result, trained, first.rows, thinned_of(manifest, split)), *lost])
     return result
 
 

@@ -14,7 +14,7 @@ import pyarrow as pa
 from lockstep.features.encode.encoder import Encoded, Encoder
 from lockstep.features.images.intake import Pixels
 from lockstep.features.schema.fields import Field
-from lockstep.features.schema.schema import Schema, class_names_of
+from lockstep.features.schema.schema import Schema, class_names_of, other_classes
 from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.errors import ConfigError, DataError
 from lockstep.training.results.predictor import ExportedModel
@@ -58,6 +58,14 @@ def model_encoder(members: Sequence[StoredModel], manifest: DatasetManifest) -> 
             "these models cannot be averaged",
             got="different encodings or statistics of their columns",
             allowed="runs of one dataset, or of datasets with the same schema and fitted files",
+            next_step="Predict with each run for itself.",
+        )
+    names = [one.signature.class_names for one in found]
+    if classes := next(filter(None, (other_classes(one, names[0]) for one in names[1:])), ""):
+        raise ConfigError(
+            "these models cannot be averaged",
+            got=classes,
+            allowed="runs on the same classes, in one order",
             next_step="Predict with each run for itself.",
         )
     if faults := list(_faults(first, schema, manifest)):
@@ -111,9 +119,8 @@ def _faults(model: ExportedModel, schema: Schema, manifest: DatasetManifest) -> 
         return
     if (mine.name, mine.dtype, mine.num_classes) != (other.name, other.dtype, other.num_classes):
         yield f"label `{mine.name}` of {_classes(mine)} (not `{other.name}` of {_classes(other)})"
-    names = class_names_of(manifest), model.signature.class_names
-    if None not in names and names[0] != names[1]:
-        yield f"classes {', '.join(names[0] or ())} (not {', '.join(names[1] or ())})"[:500]
+    if classes := other_classes(class_names_of(manifest), model.signature.class_names):
+        yield classes
 
 
 def _type(field: Field) -> str:

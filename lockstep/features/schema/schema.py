@@ -184,6 +184,15 @@ def class_names_of(manifest: DatasetManifest) -> tuple[str, ...] | None:
     return tuple(map(str, names)) if names else None
 
 
+def other_classes(mine: Sequence[str] | None, wanted: Sequence[str] | None) -> str:
+    """How the names of classes differ from those `wanted`, in at most 500 characters; "" if they are equal, or if one
+    of both has none.
+    """
+    if mine is None or wanted is None or tuple(mine) == tuple(wanted):
+        return ""
+    return f"classes {', '.join(mine)} (not {', '.join(wanted)})"[:500]
+
+
 def class_word(number: int, names: Sequence[str] | None) -> str:
     """Call a class by its name, or by its number where it has none."""
     return names[number] if names is not None and 0 <= number < len(names) else str(number)

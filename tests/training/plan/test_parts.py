@@ -109,3 +109,17 @@ def test_what_does_not_fit_together(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(ConfigError, match="cannot be trained on as one") as caught:
         open_parts(["one", "two"], "train")
     assert caught.value.got == "another set of fitted files: _fitted/x.json (not there)"
+
+
+@pytest.mark.parametrize("joined", [open_parts, open_mixture])
+def test_classes_of_other_names_are_not_one_label(tmp_path: Path, joined: Any) -> None:
+    """Pictures in folders cat, cow, dog, owl have labels 0 to 3, and so have those in cat, cow, owl, rat."""
+    names = {"a": "cat cow dog owl", "same": "cat cow dog owl", "other": "cat cow owl rat", "numbers": ""}
+    for seed, (name, words) in enumerate(names.items()):
+        write_images(tmp_path / name, seed=seed, class_names=words.split())
+    for name in ("same", "numbers"):
+        joined([str(tmp_path / "a"), str(tmp_path / name)], "train")
+    with pytest.raises(ConfigError, match="cannot be trained on as one") as caught:
+        joined([str(tmp_path / "a"), str(tmp_path / "other")], "train")
+    assert caught.value.got == "classes cat, cow, owl, rat (not cat, cow, dog, owl)"
+    assert "--classes" in caught.value.next_step

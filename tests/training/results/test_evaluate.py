@@ -34,7 +34,7 @@ from lockstep.training.run import notes
 from lockstep.training.run.weights_source import weights_at
 from lockstep.training.scoring.scores import OutputForm, output_columns
 from tests.builders.blocks import read_all
-from tests.builders.evaluations import evaluate
+from tests.builders.evaluations import evaluate, predict
 from tests.training._threads import run, run_threads
 from tests.training._tiny import write_clicks, write_images, write_table
 
@@ -97,13 +97,80 @@ def test_an_unfinished_run_is_evaluated_by_its_checkpoint(trained: tuple[str, st
     for which, step in (("best", 6), (6, 6), ("last", 12)):
         of_one = evaluate(url, dataset, "test", run_threads, checkpoint=which)
         assert f"step-{step:010}" in of_one["model"] and (of_one["metrics"] == whole["metrics"]) == (step == 6)
-    write_table(tmp_path / "other", seed=9)
-    with pytest.raises(ConfigError, match="another digest") as caught:
-        evaluate(str(tmp_path / "run"), str(tmp_path / "other"), "test", run_threads)
-    assert "split test: as many records, but other content" in caught.value.got
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     with pytest.raises(DataError, match="neither a model nor a checkpoint"):
         evaluate(str(tmp_path / "run"), dataset, "test", run_threads)
+
+
+def test_rows_that_the_run_did_not_have_are_evaluated_alike_by_model_and_checkpoint(
+    trained: tuple[str, str], tmp_path: Path
+) -> None:
+    url, _ = trained
+    other = str(tmp_path / "other")
+    write_table(other, seed=9)
+    found = [evaluate(url, other, "test", run_threads, checkpoint=which) for which in (None, 6)]
+    assert "step-0000000006" in found[1]["model"] and "checkpoint" not in found[0]["model"]
+    import keras
+
+    rows = OpenSplit.at(other, "test").encoder.encode(read_all(OpenSplit.at(other, "test").reader))
+    assert rows.y is not None
+    plain = keras.models.load_model(Path(found[0]["model"], "model.keras"))
+    for one in found:
+        assert one["metrics"]["auc"] == pytest.approx(roc_auc_score(rows.y, plain.predict(rows.x, verbose=0)[:, 0]))
+
+
+def test_a_run_on_two_datasets_is_evaluated_on_each(tmp_path: Path) -> None:
+    urls = [str(tmp_path / name) for name in "ab"]
+    for seed, url in enumerate(urls):
+        write_table(url, seed=seed)
+    options: dict[str, Any] = {"global_batch": 16, "epochs": 1, "launcher": "local", "num_ranks": 1}
+    config = TrainConfig(datasets=tuple(urls), run=str(tmp_path / "run"), model="logistic", **options)
+    run(config)
+    for url in urls:
+        of_model, of_checkpoint = (
+            evaluate(config.run, url, "test", run_threads, checkpoint=which) for which in (None, "last")
+        )
+        assert of_model["metrics"] == of_checkpoint["metrics"]
+    shutil.rmtree(urls[0])
+    with pytest.raises(ConfigError, match="another digest") as caught:
+        evaluate(config.run, urls[1], "test", run_threads, checkpoint="last")
+    assert urls[0] in caught.value.got
+
+
+def test_other_classes_of_the_same_numbers_are_refused(tmp_path: Path) -> None:
+    """The numbers are the same, and so would be the result: a wrong one."""
+    names = {"data": "cat cow dog owl", "more": "cat cow dog owl", "other": "cat cow owl rat", "numbers": ""}
+    urls = {name: str(tmp_path / name) for name in names}
+    for seed, (name, words) in enumerate(names.items()):
+        write_images(urls[name], seed=seed, class_names=words.split())
+    options: dict[str, Any] = {"global_batch": 16, "epochs": 1, "launcher": "local", "num_ranks": 1, "model": "mlp"}
+    runs = [str(tmp_path / f"run-{name}") for name in ("data", "other")]
+    for url, name in zip(runs, ("data", "other"), strict=True):
+        run(TrainConfig(datasets=(urls[name],), run=url, **options))
+    got = "classes cat, cow, owl, rat (not cat, cow, dog, owl)"
+    for which in (None, "last"):
+        evaluate(runs[0], urls["more"], "test", run_threads, checkpoint=which)
+        with pytest.raises(ConfigError, match="another list of classes") as caught:
+            evaluate(runs[0], urls["other"], "test", run_threads, checkpoint=which)
+        assert caught.value.got == got
+    predict([runs[0]], urls["numbers"], "test", str(tmp_path / "one"), run_threads)
+    with pytest.raises(ConfigError, match="cannot be averaged") as caught:
+        predict(runs, urls["numbers"], "test", str(tmp_path / "both"), run_threads)
+    assert caught.value.got == got
+
+
+def test_pixels_that_were_made_otherwise_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = {"job": "etl_images", "store": "pixels", "rotate": 0, "max_pixels": 10_000}
+    for seed, (name, fit) in enumerate({"data": "pad", "same": "pad", "other": "crop"}.items()):
+        manifest = write_images(tmp_path / name, seed=seed)
+        created = {**manifest.created_by, "config": {**made, "fit": fit}}
+        (tmp_path / name / "_manifest.json").write_bytes(replace(manifest, created_by=created).to_bytes())
+    options: dict[str, Any] = {"global_batch": 16, "epochs": 1, "launcher": "local", "num_ranks": 1, "model": "mlp"}
+    run(TrainConfig(datasets=(str(tmp_path / "data"),), run=str(tmp_path / "run"), **options))
+    for name, noted in (("same", False), ("other", True)):
+        capsys.readouterr()
+        evaluate(str(tmp_path / "run"), str(tmp_path / name), "test", run_threads)
+        assert ("pixels were made with --fit crop, the model's with --fit pad" in capsys.readouterr().err) is noted
 
 
 @pytest.mark.parametrize(
