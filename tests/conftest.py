@@ -138,3 +138,13 @@ def spark() -> Iterator[SparkSession]:
     os.environ["PYSPARK_SUBMIT_ARGS"] = "--driver-memory 1g pyspark-shell"
     with spark_session("tests", "local[2]") as session:
         yield session
+
+
+@pytest.fixture(autouse=True)
+def _float32_afterwards() -> Iterator[None]:
+    """The models of the next test have Keras' usual dtype, also where this one fails or is refused in float64."""
+    yield
+    if "keras" in sys.modules:
+        from lockstep.training.rank.runtime import set_precision
+
+        set_precision("float32")

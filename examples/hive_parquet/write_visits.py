@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -31,5 +32,9 @@ visits = pd.DataFrame(
     }
 )
 visits["split"] = np.where(visits["month"] == "2026-04", "test", "train")  # the newest month judges
-visits.to_parquet(args.out, partition_cols=["split", "month"], row_group_size=500, basename_template="part-{i}.parquet")
+# Folder by folder: after pandas' own `partition_cols`, pyarrow may abort the process at its end (apache/arrow 36980).
+for (split, month), part in visits.groupby(["split", "month"]):
+    folder = Path(args.out, f"split={split}", f"month={month}")
+    folder.mkdir(parents=True, exist_ok=True)
+    part.drop(columns=["split", "month"]).to_parquet(folder / "part-0.parquet", row_group_size=500, index=False)
 print(f"{args.out}: {len(visits)} visits, {visits['bought'].mean():.3f} bought")

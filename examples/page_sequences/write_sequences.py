@@ -6,6 +6,7 @@ import argparse
 import gzip
 import re
 import zlib
+from pathlib import Path
 
 import pandas as pd
 
@@ -31,5 +32,9 @@ for visitor, pages in seen.groupby("visitor")["page"]:
             rows.append((split, visitor, place, visit[max(0, place - BEFORE) : place], number[visit[place]]))
 table = pd.DataFrame(rows, columns=["split", "visitor", "place", "pages", "next_page"])
 table["last"] = table["pages"].str[-1]
-table.to_parquet(args.out, partition_cols=["split"], row_group_size=512, basename_template="part-{i}.parquet")
+# Folder by folder: after pandas' own `partition_cols`, pyarrow may abort the process at its end (apache/arrow 36980).
+for split, part in table.groupby("split"):
+    folder = Path(args.out, f"split={split}")
+    folder.mkdir(parents=True, exist_ok=True)
+    part.drop(columns="split").to_parquet(folder / "part-0.parquet", row_group_size=512, index=False)
 print(f"{args.out}: {len(table)} requests of {table['visitor'].nunique()} visitors")

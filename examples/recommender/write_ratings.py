@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -22,5 +23,9 @@ user, film = np.divmod(pair, args.films)
 score = 3.5 + mild[user] + good[film] + 0.45 * (taste[user] * kind[film]).sum(1) + draws.normal(0, 0.5, args.ratings)
 rows = pd.DataFrame({"user": user, "film": film, "rating": np.clip(np.round(2 * score) / 2, 0.5, 5).astype(np.float32)})
 rows["split"] = np.where(draws.random(args.ratings) < 0.8, "train", "test")
-rows.to_parquet(args.out, partition_cols=["split"], row_group_size=2000, basename_template="part-{i}.parquet")
+# Folder by folder: after pandas' own `partition_cols`, pyarrow may abort the process at its end (apache/arrow 36980).
+for split, part in rows.groupby("split"):
+    folder = Path(args.out, f"split={split}")
+    folder.mkdir(parents=True, exist_ok=True)
+    part.drop(columns="split").to_parquet(folder / "part-0.parquet", row_group_size=2000, index=False)
 print(f"{args.out}: {len(rows)} ratings, mean {rows['rating'].mean():.2f}")
