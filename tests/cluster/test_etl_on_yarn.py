@@ -19,6 +19,7 @@ from lockstep.storage.publish import write_file
 from lockstep.storage.urls import join
 from tests.cluster.daemons import Cluster
 from tests.cluster.test_jobs import LOG, ROOT
+from tests.waiting import until
 
 WAIT_S = 1500.0
 
@@ -49,6 +50,7 @@ def test_one_executor_and_two_among_the_dying(hadoop: Cluster, tmp_path: Path) -
         while not (marks / "reading").exists():
             assert job.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()[-6000:]
             time.sleep(0.1)
+        until(lambda: not hadoop.missing_replicas())
         hadoop.kill("datanode-1")
         (marks / "datanode-died").touch()
         assert job.wait(WAIT_S) == 0, (tmp_path / "log").read_text()[-6000:]

@@ -7,6 +7,7 @@ import re
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pyarrow as pa
 import pytest
@@ -19,6 +20,7 @@ from lockstep.training.reading.open import OpenSplit
 from lockstep.training.reading.reader import ReadOptions, SplitReader
 from tests.cluster.daemons import Cluster
 from tests.training._tiny import write_images
+from tests.waiting import until
 
 pytestmark = pytest.mark.cluster
 
@@ -54,6 +56,7 @@ def test_a_dead_datanode_and_damaged_replicas_are_read_around(
     options = ReadOptions(read_ahead_bytes=60_000, cache=str(tmp_path), cache_bytes=200_000)  # most is not kept
     reader = OpenSplit.at(dataset, "train", options=options).reader
     got = []
+    until(lambda: not hadoop.missing_replicas(urlsplit(dataset).path))
     for number, batch in enumerate(blocks_of(reader)):
         if number == 5:
             hadoop.kill("datanode-1")  # of each file both have a replica; streams to this one are open

@@ -84,7 +84,7 @@ def test_run_goes_on_through_a_dead_namenode_and_a_dead_datanode(
     hadoop.start("namenode")  # here, not in another thread: a daemon dies with the thread that started it
     seen = step()
     until(lambda: told or results or step() > seen)
-    until(lambda: told or results or not hadoop.under_replicated())  # a block's only replica must not die with its node
+    until(lambda: told or results or not hadoop.missing_replicas())  # a block's only replica must not die with its node
     hadoop.kill("datanode-1")
     driver.join(WAIT_S)
     assert not told, told

@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -19,6 +20,7 @@ from lockstep.storage.urls import join
 from tests.cluster.daemons import Cluster
 from tests.storage.make_dataset import make_dataset
 from tests.storage.make_run import make_run
+from tests.waiting import until
 
 pytestmark = pytest.mark.cluster
 
@@ -74,6 +76,7 @@ def test_a_datanode_dies(hadoop: Cluster, root: str) -> None:
     fs = filesystem(root)
     data = bytes(range(256)) * 40_000
     write_file(fs, join(root, "before"), data)
+    until(lambda: not hadoop.missing_replicas(urlsplit(root).path))
     hadoop.kill("datanode-1")
     assert fs.read_bytes(join(root, "before")) == data
     write_file(fs, join(root, "after"), data)
