@@ -33,8 +33,8 @@ for visitor, pages in seen.groupby("visitor")["page"]:
 table = pd.DataFrame(rows, columns=["split", "visitor", "place", "pages", "next_page"])
 table["last"] = table["pages"].str[-1]
 # Folder by folder: after pandas' own `partition_cols`, pyarrow may abort the process at its end (apache/arrow 36980).
-for split, part in table.groupby("split"):
-    folder = Path(args.out, f"split={split}")
+for side, part in table.groupby("split"):
+    folder = Path(args.out, f"split={side}")
     folder.mkdir(parents=True, exist_ok=True)
     part.drop(columns="split").to_parquet(folder / "part-0.parquet", row_group_size=512, index=False)
 print(f"{args.out}: {len(table)} requests of {table['visitor'].nunique()} visitors")
