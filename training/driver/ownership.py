@@ -42,7 +42,8 @@ log = logging.getLogger(__name__)
 REWRITE_EVERY_S = 5.0
 WATCH_S = 15.0
 LEASE_LOOK_S = 0.5
-_ended_here: set[str] = set()  # nonces of leases of this process that nobody holds, even if the storage shows them open
+# Nonces of leases of this process that no driver holds, though the storage may show them open.
+_ended_here: set[str] = set()
 
 
 def _nothing() -> None:
