@@ -87,6 +87,8 @@ def open_mixture(
         if split not in manifest.splits:
             raise _unfit(url, f"no split `{split}`", ", ".join(manifest.splits), "Correct --split.")
     schema = _schema_of_tasks(names, manifests) if tasks else _one_schema(names, manifests)
+    if not tasks:
+        _check_classes(parts)
     if len({part.manifest.digest for part in parts}) < len(urls):
         raise _unfit(", ".join(urls), "a dataset twice", "each dataset once", "Name each dataset once.")
     values = {field.name: getattr(first, field.name) for field in fields(DatasetManifest)}
@@ -129,6 +131,7 @@ def open_parts(
         way = "Correct --split." if len(urls) == 1 else "Name each dataset and each split once."
         raise _unfit(", ".join(urls), f"the same records twice, split {split}", "each dataset and each split once", way)
     schema = _one_schema(urls, manifests)
+    _check_classes(parts)
     for part in parts:
         if part.manifest.format != first.format:
             raise _unfit(part.url, f"another format: {part.manifest.format}", f"{first.format}, as of {urls[0]}")
@@ -238,9 +241,16 @@ def _one_schema(urls: Sequence[str], manifests: Sequence[DatasetManifest]) -> Ma
                 raise _unfit(url, f"another schema: {schema.differences(wide)}", f"that of {first_url}")
         if fitted := fitted_differences(manifest, first):
             raise _unfit(url, f"another set of fitted files: {fitted}", f"that of {first_url}")
-        if classes := other_classes(class_names_of(manifest), class_names_of(first)):
-            raise _unfit(url, classes, f"those of {first_url}, in that order: a label is a number", SAME_CLASSES)
     return first.schema
+
+
+def _check_classes(parts: Sequence[Part]) -> None:
+    """Raise ConfigError unless all parts whose classes have names have the same: an equal schema has only numbers."""
+    named = [part for part in parts if class_names_of(part.manifest) is not None]
+    for part in named[1:]:
+        if classes := other_classes(class_names_of(part.manifest), class_names_of(named[0].manifest)):
+            allowed = f"those of {named[0].url}, in that order: a label is a number"
+            raise _unfit(part.url, classes, allowed, SAME_CLASSES)
 
 
 def _schema_of_tasks(urls: Sequence[str], manifests: Sequence[DatasetManifest]) -> Mapping[str, Any]:
