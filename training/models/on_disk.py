@@ -163,19 +163,9 @@ def load_export(
     """
     where = join(url, MANIFEST_NAME)
     files = unseal(filesystem(url).read_bytes(where), where)["files"]
-    # Baked or not, the same declared schema and fitted files give the same inputs.
     trained = Schema.from_json(parse_canonical(checked_file(url, SCHEMA_FILE), file=join(url, SCHEMA_FILE)))
-    mine, wanted = raw_schema(Schema.from_json(dataset.schema)), raw_schema(trained)
-    if config.data.tasks is not None:  # the file has the first task's label
-        mine, wanted = without_label(mine), without_label(wanted)
-    if may_lack_label and mine.label is None:
-        fields = tuple(field for field in wanted if field.kind not in ("label", "weight"))
-        wanted = Schema(fields, wanted.record)
-    if differences := mine.differences(wanted):
-        raise _other_data("schema", differences)
     signature = Signature.from_json(parse_canonical(checked_file(url, SIGNATURE_FILE), file=join(url, SIGNATURE_FILE)))
-    if config.data.tasks is None and (classes := other_classes(class_names_of(dataset), signature.class_names)):
-        raise _other_data("list of classes", classes)
+    _check_columns(dataset, trained, signature.class_names, config, may_lack_label=may_lack_label)
     for name in sorted(files):
         if name.startswith(FITTED_PREFIX):
             path = fitted_path(name.removeprefix(FITTED_PREFIX))
@@ -232,24 +222,41 @@ def load_checkpoint(url: str, config: TrainConfig, dataset: DatasetManifest, sig
     return plain_model(config, signature, tensors, url)
 
 
+def _check_columns(
+    dataset: DatasetManifest,
+    trained: Schema,
+    class_names: Sequence[str] | None,
+    config: TrainConfig,
+    *,
+    may_lack_label: bool = False,
+) -> None:
+    """Raise ConfigError unless a dataset has the columns of the schema `trained`, and a label of these classes."""
+    # Baked or not, the same declared schema and fitted files give the same inputs.
+    mine, wanted = raw_schema(Schema.from_json(dataset.schema)), raw_schema(trained)
+    several = config.data.tasks is not None
+    if several:  # each task has a label for itself
+        mine, wanted = without_label(mine), without_label(wanted)
+    if may_lack_label and mine.label is None:
+        fields = tuple(field for field in wanted if field.kind not in ("label", "weight"))
+        wanted = Schema(fields, wanted.record)
+    if found := mine.differences(wanted):
+        raise _other_data("schema", found)
+    if not several and (found := other_classes(class_names_of(dataset), class_names)):
+        raise _other_data("list of classes", found)
+
+
 def _check_like(dataset: DatasetManifest, config: TrainConfig, digest: str) -> None:
     """Raise ConfigError unless a dataset has the schema, classes and fitted files of those that a run has trained on,
     which had this digest.
     """
-    tasks = config.data.tasks is not None
     try:
-        was = open_data(config.data.datasets, config.data.split, config.data.mix, tasks=tasks)[1]
+        data = config.data
+        was = open_data(data.datasets, data.split, data.mix, tasks=data.tasks is not None)[1]
     except LockstepError as error:
         raise _other_data("digest", f"another digest; the difference is unknown: {error.what}") from error
     if was.digest != digest:
         raise _other_data("digest", what_differs([dataset], config.data.datasets, digest))
-    mine, wanted = (raw_schema(Schema.from_json(one.schema)) for one in (dataset, was))
-    if tasks:
-        mine, wanted = without_label(mine), without_label(wanted)
-    if found := mine.differences(wanted):
-        raise _other_data("schema", found)
-    if not tasks and (found := other_classes(class_names_of(dataset), class_names_of(was))):
-        raise _other_data("list of classes", found)
+    _check_columns(dataset, Schema.from_json(was.schema), class_names_of(was), config)
     if found := fitted_differences(dataset, was):
         raise _other_data("set of fitted files", found)
 

@@ -171,10 +171,6 @@ def test_a_hundred_steps(name: str, options: dict[str, Any]) -> None:
 def test_losses_of_a_hundred_steps_in_float32(name: str, options: dict[str, Any]) -> None:
     import keras
 
-    from lockstep.training.rank.runtime import set_precision
-
-    set_precision("float32")
-
     def make() -> Any:
         return getattr(keras.optimizers, name)(0.01, global_clipnorm=0.1, **options)
 
